@@ -137,16 +137,12 @@ def note_choices(stage: StageGraph, context: LowerContext) -> None:
     starts = {name: asked.start for asked in context.lowering.asked for name in asked.chosen}
     for node in list(stage.graph.nodes):
         origin = node.meta.get("origin")
-        if node.op == "call_function" and origin in starts and _is_the_value(node, context):
+        # not one that a pass inserted
+        if origin in starts and node.target == context.lowering.program.node(origin).target:
             load = stage.handle("load", context.load)
             with stage.graph.inserting_after(node):
                 call = stage.graph.call_function(noted, (load, node, starts[origin]))
             call.meta.update(node.meta)
-
-
-def _is_the_value(node: fx.Node, context: LowerContext) -> bool:
-    """Whether the node is the captured value itself, not one that a pass inserted."""
-    return node.target == context.lowering.program.node(node.meta["origin"]).target
 
 
 def keep_own_tokens(stage: StageGraph, context: LowerContext) -> None:

@@ -157,7 +157,8 @@ def _before_recomputations(
         visit = _visit_before(end, visits, context)
         units, ahead = (visit.back, behind[id(visit)]) if visit is not None else (tuple(sorted(read)), ())
         getattr(stage.root, handle.target).before = partial(need_weights, context.gate, units, ahead)
-        if (last := _last_before(end, context)) is not None:
+        # the last op of the block with a gradient
+        if (last := next((n for n in _backwards(end) if _gets_a_gradient(n, context)), None)) is not None:
             with stage.graph.inserting_after(last):
                 stage.graph.call_function(need_again, (gate, last, units, ahead))
 
@@ -174,11 +175,6 @@ def _visit_before(end: fx.Node, visits: list[Visit], context: LowerContext) -> V
     """The visit of the block that ends at ``end``."""
     home = next((h for node in _backwards(end) if (h := context.homes.get(node.meta.get("origin", "")))), None)
     return next((visit for visit in reversed(visits) if visit.home == home), None)
-
-
-def _last_before(end: fx.Node, context: LowerContext) -> fx.Node | None:
-    """The last op of a block with a gradient."""
-    return next((n for n in _backwards(end) if _gets_a_gradient(n, context)), None)
 
 
 def _backwards(end: fx.Node) -> Iterator[fx.Node]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -59,7 +58,8 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
             if node.target is f:
                 fused = stage.graph.call_function(column_linears, (*node.args, *products))
             else:
-                again = _gathers_again(node, weights, context)
+                is_asked = context.lowering.options.regather and node.meta["change"].axis == "tp"
+                again = is_asked and any(weight.meta.get("grad") for weight in weights)  # these alone need the value
                 fused = stage.graph.call_function(gathered_linears, (*node.args, again, *products))
             fused.meta = {**node.meta, "val": tuple(reader.meta["val"] for reader in readers)}
             for position, reader in enumerate(readers):
@@ -68,12 +68,6 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
                 reader.replace_all_uses_with(result)
         for done in (*readers, node):
             stage.graph.erase_node(done)
-
-
-def _gathers_again(node: fx.Node, weights: Sequence[fx.Node], context: LowerContext) -> bool:
-    """Whether the gathered value is not saved: only the gradients of weights need it."""
-    trains = any(weight.meta.get("grad") for weight in weights)
-    return context.lowering.options.regather and node.meta["change"].axis == "tp" and trains
 
 
 def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
@@ -121,15 +115,11 @@ def _regroup(node: fx.Node) -> None:
         here = here.all_input_nodes[0]
     elif node.target is not grouped_mm:
         return
-    transposed = _swaps_the_last(stack)
+    # each of its matrices is transposed
+    transposed = stack.target is aten.permute.default and list(stack.args[1]) in ([0, 2, 1], [0, -1, -2])  # pyright: ignore
     weight = stack.all_input_nodes[0] if transposed else stack
     if weight.op == "get_attr":
         node.target, node.args = grouped_linear, (rows, weight, here, transposed)
-
-
-def _swaps_the_last(node: fx.Node) -> bool:
-    """Whether a permutation of a stack transposes each of its matrices."""
-    return node.target is aten.permute.default and list(node.args[1]) in ([0, 2, 1], [0, -1, -2])  # pyright: ignore
 
 
 def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home: frozenset[str]) -> bool:

@@ -116,11 +116,8 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
 def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:
     """The decompositions of an op's parts that have no rule; a call without tensor inputs needs none."""
     unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and not has_rule(op)}
-    return {op: how for op, how in unknown.items() if _reads_tensors(op)}
-
-
-def _reads_tensors(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and any("Tensor" in str(a.type) for a in op._schema.arguments)
+    ops = [op for op in unknown if isinstance(op, torch._ops.OpOverload)]
+    return {op: unknown[op] for op in ops if any("Tensor" in str(a.type) for a in op._schema.arguments)}
 
 
 def _sides(x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> list[Tensor]:

@@ -35,7 +35,7 @@ def join_heads(graph: fx.Graph) -> bool:
     """Rewrite every such loop of ``graph`` with parts that are concatenated or added up."""
     joined = False
     for node in list(graph.nodes):
-        leaves = _concatenated(node) or _added_up(node)
+        leaves: Any = list(node.args[0]) if node.target is aten.cat.default else _added_up(node)  # pyright: ignore
         loop = _loop_of(leaves)
         if loop is None:
             continue
@@ -47,11 +47,6 @@ def join_heads(graph: fx.Graph) -> bool:
         node.replace_all_uses_with(whole)
         joined = True
     return joined
-
-
-def _concatenated(node: fx.Node) -> list[fx.Node]:
-    is_cat = node.target is aten.cat.default
-    return list(node.args[0]) if is_cat else []  # pyright: ignore[reportArgumentType]
 
 
 def _added_up(node: fx.Node) -> list[fx.Node]:

@@ -33,9 +33,7 @@ from torch import Tensor
 
 def count_experts(num_experts: int, *chosen: Tensor) -> Tensor:
     """How often each expert was chosen."""
-    flat = torch.cat([ids.reshape(-1) for ids in chosen])
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    return counts.scatter_add(0, flat, torch.ones_like(flat))
+    return count_by_group(num_experts, 1, *chosen)[0]
 
 
 def count_by_group(num_experts: int, groups: int, *chosen: Tensor) -> Tensor:

@@ -157,17 +157,14 @@ def _given(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
     """(call, dim, [numbers]) of calls that pick scores by numbers that no score decided, but integers of the batch:
     those of a table of tokens, say."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if not is_parameter(n) and not n.meta.get("known")]
-    of_batch = set(walk(inputs, readers, into=_is_of_integers))
+    is_of_integers = lambda n: n.op != "output" and not any(map(is_float, (n, *n.all_input_nodes)))  # noqa: E731
+    of_batch = set(walk(inputs, readers, into=is_of_integers))
     for node in graph.nodes:
         if packet_of(node.target) is aten.gather:
             scores, dim, numbers = node.args[:3]
             shape = shape_of(scores)
             if numbers in of_batch and is_float(scores) and scores.meta["grad"] and shape[dim % len(shape)] > 1:
                 yield node, dim % len(shape), [base(numbers)]
-
-
-def _is_of_integers(node: fx.Node) -> bool:
-    return node.op != "output" and not any(map(is_float, (node, *node.all_input_nodes)))
 
 
 def _spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:

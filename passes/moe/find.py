@@ -15,7 +15,7 @@ read. Values stay the same to the bit; gradients are added up before the call's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -297,23 +297,18 @@ def _branches(
     ]
     edges = [paths.ends(products, space.above) for products in whole]
     weights = paths.weights_of(dict.fromkeys(map(_held, columns)), whole[0], *edges[0])
-    given = [
-        _from_outside(p.x, own) for (ones, _), own in zip(edges, map(_made_of_own, orders), strict=True) for p in ones
+    first = [
+        n for (ones, _), order in zip(edges, orders, strict=True) for n in _from_outside([p.x for p in ones], order)
     ]
-    first = [node for nodes in given for node in nodes]
     return Branches(first, last, [p.node for ps in whole for p in ps], weights, _capacity(space, first))
 
 
-def _made_of_own(order: list[fx.Node]) -> set[fx.Node]:
-    """The weights of a branch, and its values that are made of them."""
-    own = set(order)
-    return set(walk([n for n in order if _is_own_weight(n, own)], readers, into=own.__contains__))
-
-
-def _from_outside(x: fx.Node, own: Set[fx.Node]) -> list[fx.Node]:
-    """What a value made of a branch's weights reads beside them: tokens, before the norm of an expert."""
-    found = walk([x], operands, stop=lambda n: n not in own or is_weight(n))
-    return [n for n in found if n not in own]
+def _from_outside(read: list[fx.Node], order: list[fx.Node]) -> list[fx.Node]:
+    """What values that a branch makes of its weights read beside these: tokens, before the norm of an expert."""
+    inside = set(order)
+    own = set(walk([n for n in order if _is_own_weight(n, inside)], readers, into=inside.__contains__))
+    found = [walk([x], operands, stop=lambda n: n not in own or is_weight(n)) for x in read]
+    return [n for nodes in found for n in nodes if n not in own]
 
 
 def _held(column: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], int]:

@@ -17,7 +17,7 @@ from passes.moe.expert_dims import Space
 from passes.moe.layers import Dispatch, ExpertWeight
 from passes.moe.ties import base, is_float, is_grouped, is_product, is_view, lookup, origin_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
-from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS
+from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS, Ops
 from passes.program.walks import ancestors, between, meetings, operands, readers, walk
 from passes.program.weights import is_computed_weight, is_parameter, is_weight
 from passes.rules.call import operands_of
@@ -184,14 +184,11 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node, takes: bool
     if any(p.by_ids for p in first):
         return Dispatch.GATHERED, 0
     way = carrying(space, tokens, [p.x for p in first])
-    if any(is_product(n) or lookup(n) or _fills_slots(n) for n in way):
+    fills = Ops("gather sum") | PLACING
+    if any(is_product(n) or lookup(n) or n.target in fills for n in way):
         hidden = shape_of(first[0].weight)[first[0].summed]
         return (Dispatch.TAKEN if takes else Dispatch.CAPACITY), first[0].x.meta["val"].numel() // (space.size * hidden)
     return Dispatch.EVERY_TOKEN, 0
-
-
-def _fills_slots(node: fx.Node) -> bool:
-    return node.target in PLACING or packet_of(node.target) in (aten.gather, aten.sum)
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:

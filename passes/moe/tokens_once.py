@@ -32,7 +32,7 @@ from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, named, packet_of, reduced_dims, shape_of, without_reshapes
 from passes.program.ops.groups import CASTS, RESHAPES
 from passes.program.program import Program
-from passes.program.walks import walk
+from passes.program.walks import readers, walk
 
 
 def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> ExpertLayer:
@@ -174,13 +174,10 @@ def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
 
 def _is_cast(found: RowSum, dtype: torch.dtype) -> bool:
     """Whether a sum that is wider than the rows is read in their dtype alone, and is a sum of them alone."""
-    ends = {u for n in walk([found.end], lambda n: filter(_is_reshape, n.users)) for u in n.users if not _is_reshape(u)}
+    below = set(walk(found.end.users, readers, stop=lambda n: n.target not in RESHAPES))
+    ends = [n for n in below if n.target not in RESHAPES]
     has_base = found.base is not None and bool(found.base.all_input_nodes)
     return not has_base and all(n.target in CASTS and n.meta["val"].dtype == dtype for n in ends)
-
-
-def _is_reshape(node: fx.Node) -> bool:
-    return node.target in RESHAPES
 
 
 def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowSum | None:
@@ -201,7 +198,11 @@ def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowS
         return found
     if packet is aten.sum and is_paired and _is_over_choices(node, user, routing):
         return replace(found, end=user)
-    if packet is aten.bmm and is_paired and user.args[1] is node and _is_of_choices(user, routing):
+    if packet is aten.bmm and is_paired and user.args[1] is node:
+        weights, values = (shape_of(n) for n in user.all_input_nodes)
+        is_of_choices = weights[1:] == (1, routing.top_k) and values[1] == routing.top_k
+        if not is_of_choices or prod(weights) != routing.num_rows:
+            return None
         return replace(found, end=user, by_pair=(*found.by_pair, user.args[0]))  # pyright: ignore[reportArgumentType]
     return None
 
@@ -230,8 +231,3 @@ def _is_over_choices(node: fx.Node, user: fx.Node, routing: Routing) -> bool:
         return False
     (dim,) = dims
     return shape[dim] == routing.top_k and prod(shape[: dim + 1]) == routing.num_rows
-
-
-def _is_of_choices(user: fx.Node, routing: Routing) -> bool:
-    weights, values = (shape_of(n) for n in user.all_input_nodes)
-    return weights[1:] == (1, routing.top_k) and values[1] == routing.top_k and prod(weights) == routing.num_rows

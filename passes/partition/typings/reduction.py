@@ -56,15 +56,6 @@ class Along:
                 yield replace(site.option(self.out or cut, given, self.form), detour=is_seldom_fast)
 
 
-def _has_no_gradient(site: Site) -> bool:
-    """Between equal elements of several ranks a gradient would have to be shared."""
-    return not site.grad(site.node)
-
-
-def _runs_along_one(site: Site) -> bool:
-    return len(reduced_dims(site.node)) == 1
-
-
 def _is_euclidean(site: Site) -> bool:
     given = named(site.node)
     return given["ord"] == 2 and given["dtype"] is None and not given["self"].meta["val"].is_complex()
@@ -85,9 +76,10 @@ TABLE = (
     Along("layer_norm rms_norm", Form.OVER_RANKS, None, _is_over_features),
     Along("sum sum.dim_IntList", Form.SUM, P),
     Along("mean mean.dim", Form.MEAN, P),
-    Along("amax amin", Form.OVER_RANKS, I, _has_no_gradient),
+    # between equal elements of several ranks a gradient would have to be shared
+    Along("amax amin", Form.OVER_RANKS, I, lambda site: not site.grad(site.node)),
     Along("linalg_vector_norm", Form.OVER_RANKS, I, _is_euclidean),
-    Along("logsumexp", Form.OVER_RANKS, I, _runs_along_one, is_padded=True),
+    Along("logsumexp", Form.OVER_RANKS, I, lambda site: len(reduced_dims(site.node)) == 1, is_padded=True),
     Along("softmax.int log_softmax.int", Form.OVER_RANKS, None),
     Along("gather", Form.PICKED, P, _picks_with_a_gradient, is_padded=True),
 )
