@@ -5,7 +5,7 @@ exchange into its graph (``exchange`` lists its calls, ``domain`` marks the valu
 
 Found in ``find``: ``expert_dims`` (which integers are numbers of experts, which dims count them), then ``paths``
 (stacks, from the tokens to the sum), or a loop's branches.
-Opened in ``open``, by how tokens and experts are combined: ``opening_rows`` (that the model sorted), ``opening_slots``,
+Opened in ``open``, by how tokens and experts are combined: ``RowOpening`` (that the model sorted), ``opening_slots``,
 ``opening_pairs`` (stacks and every token), ``opening_branches`` (loops); all on ``opening``. Then ``tokens_once``.
 
 Two provers: where the graph shows them, ids and dims of experts are followed by the rules of ops (``expert_dims``,

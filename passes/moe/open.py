@@ -12,18 +12,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from passes.errors import PlanError
-from passes.moe.domain import domain_of
+from passes.moe import exchange
+from passes.moe.domain import ROWS, STACK, Domain, domain_of
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts
-from passes.moe.opening import Opening, take_own_slices
+from passes.moe.opening import Exchange, Opening, RunsOpening, take_own_slices
 from passes.moe.opening_branches import BranchOpening
 from passes.moe.opening_pairs import PairOpening
-from passes.moe.opening_rows import RowOpening
 from passes.moe.opening_slots import SlotBranchOpening, SlotOpening
+from passes.moe.ties import is_grouped, lookup
 from passes.moe.tokens_once import send_tokens_once
-from passes.program.builder import erase_unread
+from passes.program.builder import Builder, erase_unread
+from passes.program.ops.aten import shape_of
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.rules.follow import follow
 from passes.types.types import Sizes
 
 
@@ -123,3 +128,54 @@ def _check_sizes(program: Program, layer: ExpertLayer, mesh: Sizes) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# ---- rows that the model sorted
+
+OF_ROWS = "the result of one row depends on other rows"
+
+
+class RowOpening(RunsOpening):
+    """Opens a captured graph at products with stacks, of rows that the model sorted by expert.
+
+        rows = tokens[order // k]  →  products with stacks [E, …]  →  times probs, back in order, summed
+
+    Sorting, weighting and summing stay the user's own. A graph is opened only if its calls are shown to act row by row,
+    and by the rows' own experts.
+    """
+
+    FIX = "compute each row with only its expert, for example with a grouped matrix product over sorted rows"
+    HELD = "rows"
+
+    def run(self) -> ExpertLayer:
+        kinds, dims = {value: self._kind(node, value) for node, value in self.read}, self.stack_dims()
+        given = {value: 0 for value, kind in kinds.items() if kind != "ends"}
+        in_rows = follow(given, self.inside, self.refusal, OF_ROWS, every=True)
+        rows = Exchange(Builder(self.graph, min(self.inside), self.routing.chosen[0]), self.routing)
+        self.enter(lambda value, build: self._brought(rows, value, kinds[value], build))
+        erase_unread(self.graph, kinds)
+        self.leave(rows.give_back)
+        self.mark(dims, lambda node: Domain(rows=in_rows[node]))
+        return self.layer
+
+    def _kind(self, node: fx.Node, value: fx.Node) -> str:
+        """ "ends" of each expert's rows, "ids" of the expert of each row, or "rows"."""
+        if is_grouped(node) and node.all_input_nodes[2] is value:
+            if not self.routing.are_ends(value):
+                raise self.refusal(node, "its row counts do not come from the choices of the router")
+            return "ends"
+        found, shape = lookup(node), shape_of(value)
+        if found is not None and found[2] is value:
+            if not self.routing.are_ids(value):
+                raise self.refusal(node, "its rows are not sorted by expert")
+            return "ids"
+        if shape[:1] != (self.routing.num_rows,) or not value.meta["val"].dtype.is_floating_point:
+            raise self.refusal(node, f"{value.name} {list(shape)} has neither a dim of rows nor one of experts")
+        return "rows"
+
+    def _brought(self, rows: Exchange, value: fx.Node, kind: str, build: Builder) -> fx.Node:
+        if kind == "ends":
+            return build.call(exchange.ends_of, rows.here, value.meta["val"].dtype, domain=STACK)
+        if kind == "ids":
+            return build.call(exchange.ids_of, rows.here, self.routing.num_rows, domain=ROWS)
+        return rows.dispatch(value, build)

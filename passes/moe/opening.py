@@ -16,7 +16,7 @@ slices of them, and its gradient of such a weight is that of these slices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from operator import getitem
@@ -98,7 +98,8 @@ class StackOpening(Opening):
 
 
 class RunsOpening(StackOpening):
-    """Owns ``inside``: calls on rows or slots; ``read``: each call that reads a value from outside, and the value."""
+    """Owns ``inside``: calls on rows or slots; ``read``: each call that reads a value from outside, and the value;
+    ``entries``: these values, with the first call that reads each."""
 
     HELD = ""
 
@@ -110,15 +111,36 @@ class RunsOpening(StackOpening):
         check_draws(self.inside, self.HELD, self.refusal)
         read = [(node, value) for node in sorted(self.inside) for value in node.all_input_nodes if value not in known]
         self.read = [(node, value) for node, value in read if not is_number(value)]
+        self.entries: dict[fx.Node, fx.Node] = {}
         for node, value in self.read:
             if is_weight(value) or not isinstance(value.meta["val"], Tensor):
                 raise self.refusal(node, f"experts share {value.name}, which does not belong to one expert")
+            self.entries.setdefault(value, node)
+
+    def enter(self, bring: Callable[[fx.Node, Builder], fx.Node]) -> None:
+        """Calls inside read each entry as it is brought to its experts."""
+        for value, reader in self.entries.items():
+            brought = bring(value, Builder(self.graph, reader, value))
+            for user in [u for u in value.users if u in self.inside]:
+                user.replace_input_with(value, brought)
+
+    def leave(self, give_back: Callable[[fx.Node, Builder], fx.Node]) -> None:
+        """Calls outside read each result as it is given back."""
+        for node in _border_of(self.inside):
+            back = give_back(node, Builder(self.graph, node.next, node))
+            for user in [u for u in node.users if u not in self.inside and u is not back]:
+                user.replace_input_with(node, back)
+
+    def mark(self, experts: Mapping[fx.Node, int], of: Callable[[fx.Node], Domain]) -> None:
+        """``experts``: the dim of those of each value made of stacks; ``of``: the mark of a call inside."""
+        for node in self.of_stacks | self.inside:
+            node.meta["domain"] = of(node) if node in self.inside else Domain(experts=experts[node])
 
     def _inside(self) -> set[fx.Node]:
         """Calls that read stacks, and calls between them; then calls that read only such values."""
         seeds = {u for n in self.of_stacks for u in n.users} - self.of_stacks - self.apart
         inside = between(seeds, seeds)
-        while len(border := border_of(inside)) > 1:
+        while len(border := _border_of(inside)) > 1:
             after = {u for n in border for u in n.users if u.op == "call_function"} - inside
             joined = {u for u in after if inside.issuperset(u.all_input_nodes)}
             if not joined:
@@ -127,7 +149,7 @@ class RunsOpening(StackOpening):
         return inside
 
 
-def border_of(inside: set[fx.Node]) -> list[fx.Node]:
+def _border_of(inside: set[fx.Node]) -> list[fx.Node]:
     """Calls inside that others read, in the graph's order."""
     return [n for n in sorted(inside) if any(u not in inside for u in n.users)]
 
@@ -136,12 +158,6 @@ def _stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
     """The dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
     of_weights = [(weight.nodes[0], weight.dim) for weight in layer.weights]
     return {program.node(name): dim for name, dim in (*of_weights, *layer.beside)}
-
-
-def read_outside(node: fx.Node, inside: Collection[fx.Node], back: fx.Node) -> None:
-    """All readers of ``node`` that are not ``inside`` read ``back``."""
-    for user in [u for u in node.users if u not in inside and u is not back]:
-        user.replace_input_with(node, back)
 
 
 # ---- the exchange of rows

@@ -22,7 +22,7 @@ from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.domain import Domain
 from passes.moe.layers import Dispatch, ExpertLayer, check_draws
-from passes.moe.opening import Opening, RunsOpening, border_of, read_outside
+from passes.moe.opening import Opening, RunsOpening
 from passes.moe.opening_branches import LoopOpening
 from passes.moe.ties import Pick, is_product, pick_of
 from passes.program.builder import Builder, erase_unread
@@ -45,9 +45,9 @@ class SlotExchange:
         self.opening, self.graph, self.layer, self.routing = opening, opening.graph, opening.layer, opening.routing
         self.limit, self.sent = 0, list[str]()
 
-    def send(self, value: fx.Node, reader: fx.Node, experts: int, slots: int) -> fx.Node:
-        """Its slots on the ranks of their experts. Stands before ``reader``."""
-        build, given = Builder(self.graph, reader, value), ()
+    def send(self, build: Builder, value: fx.Node, experts: int, slots: int) -> fx.Node:
+        """Its slots on the ranks of their experts."""
+        given = ()
         if not self.sent:
             self.limit, groups = self._filled(value, shape_of(value)[slots])
             given = (self._counts(build, groups),)
@@ -55,12 +55,6 @@ class SlotExchange:
         sent = build.call(exchange.send_slots, value, experts, slots, *given, domain=domain)
         self.sent.append(sent.name)
         return sent
-
-    def give_back(self, node: fx.Node, inside: Collection[fx.Node], experts: int, slots: int) -> fx.Node:
-        """The results of ``node``, returned to the slots' own ranks, for all readers that are not ``inside``."""
-        back = Builder(self.graph, node.next, node).call(exchange.return_slots, node, experts, slots)
-        read_outside(node, inside, back)
-        return back
 
     def of_layer(self) -> ExpertLayer:
         """The layer, with what is sent."""
@@ -112,23 +106,15 @@ class SlotOpening(RunsOpening):
     HELD = "slots"
 
     def run(self) -> ExpertLayer:
-        self.entries: dict[fx.Node, fx.Node] = {}  # the first call that reads each
-        for node, value in self.read:
-            self.entries.setdefault(value, node)
         exchanged = SlotExchange(self)
         experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, MIXED)
         self._check_known(experts, "has no dim of experts")
         first, kept = next(self._products())
         no_slots = "has no slots, or only some of them"
         slots = exchanged.dims([first], kept, self.inside, lambda found: self._check_known(found, no_slots))
-        for value, reader in self.entries.items():
-            sent = exchanged.send(value, reader, experts[value], slots[value])
-            for user in [u for u in value.users if u in self.inside]:
-                user.replace_input_with(value, sent)
-        for node in border_of(self.inside):
-            exchanged.give_back(node, self.inside, experts[node], slots[node])
-        for node in self.of_stacks | self.inside:
-            node.meta["domain"] = Domain(experts=experts[node], slots=slots[node] if node in self.inside else -1)
+        self.enter(lambda value, build: exchanged.send(build, value, experts[value], slots[value]))
+        self.leave(lambda node, build: build.call(exchange.return_slots, node, experts[node], slots[node]))
+        self.mark(experts, lambda node: Domain(experts=experts[node], slots=slots[node]))
         return exchanged.of_layer()
 
     def _products(self) -> Iterator[tuple[fx.Node, list[int]]]:
@@ -169,11 +155,12 @@ class SlotBranchOpening(LoopOpening):
             raise self.refusal(self.join, "their branches read slices of several values")
         exchanged, kept = SlotExchange(self), [d for d in range(len(shape_of(first.node)) - 1) if d != first.dim]
         slots = exchanged.dims([p.node for p in self.parts], kept, self.inside, self._check_known)
-        sent = exchanged.send(first.whole, min(p.node for p in self.parts), first.dim, slots[first.node])
+        build = Builder(self.graph, min(p.node for p in self.parts), first.whole)
+        sent = exchanged.send(build, first.whole, first.dim, slots[first.node])
         for number in range(self.num_here):
             self._replace(sent, number, slots)
         self.mark_weights()
-        self._join(exchanged, slots)
+        self._join(slots)
         erase_unread(self.graph, [self.join, *(p.node for p in self.parts)])
         return exchanged.of_layer()
 
@@ -224,7 +211,7 @@ class SlotBranchOpening(LoopOpening):
             for weight in [n for n in node.all_input_nodes if n in own]:
                 node.replace_input_with(weight, own[weight])
 
-    def _join(self, exchanged: SlotExchange, slots: dict[fx.Node, int]) -> None:
+    def _join(self, slots: dict[fx.Node, int]) -> None:
         """Replace the join: results with a dim of experts, sent back to the slots' own ranks."""
         build = Builder(self.graph, self.join, self.join)
         dim, shape = dim_of_cat(self.join), list(shape_of(self.every[0]))
@@ -236,7 +223,7 @@ class SlotBranchOpening(LoopOpening):
         shape[dim] = self.layer.num_experts
         val = tips[0].meta["val"].new_empty(shape, device="meta")
         made = build.call(exchange.join, *tips, dim=dim, val=val, domain=Domain(experts=dim, slots=at))
-        back = exchanged.give_back(made, {made}, dim, at)
+        back = build.call(exchange.return_slots, made, dim, at)
         if tuple(shape) != shape_of(self.join):
             back = build.call(aten.reshape.default, back, list(shape_of(self.join)))
         self.join.replace_all_uses_with(back)
