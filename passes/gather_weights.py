@@ -23,7 +23,7 @@ Leaves:  every read of a sharded weight has its unit among those of the last ``n
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -45,12 +45,15 @@ Aliases = dict[fx.Node, frozenset[tuple[int, int]]]
 
 @dataclass
 class Visit:
-    """Ops of one block, one after the other, that read weights. ``back``: the units that their backward reads."""
+    """Ops of one block, one after the other, that read weights. ``back``: the units that their backward reads.
+    ``ahead``: those of the next visit; ``behind``: those of the visit before that a backward reads."""
 
     home: Any
     units: Units = ()
     readers: list[fx.Node] = field(default_factory=list)
     back: Units = ()
+    ahead: Units = ()
+    behind: Units = ()
 
 
 def gather_weights(stage: StageGraph, context: LowerContext) -> None:
@@ -59,14 +62,13 @@ def gather_weights(stage: StageGraph, context: LowerContext) -> None:
     if not visits:
         return
     gate = stage.handle("gate", context.gate)
-    ahead, behind = _neighbours(visits)
     for visit in visits:
         with stage.graph.inserting_before(visit.readers[0]):
-            stage.graph.call_function(need_weights, (gate, visit.units, ahead[id(visit)]))
+            stage.graph.call_function(need_weights, (gate, visit.units, visit.ahead))
         for reader in visit.readers if visit.back else ():
             with stage.graph.inserting_after(reader):
-                stage.graph.call_function(need_again, (gate, reader, visit.back, behind[id(visit)]))
-    _before_recomputations(stage, context, visits, behind, gate)
+                stage.graph.call_function(need_again, (gate, reader, visit.back, visit.behind))
+    _before_recomputations(stage, context, visits, gate)
 
 
 def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
@@ -89,24 +91,18 @@ def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
     for end, read in _read_again(stage, places):
         if (visit := _visit_before(end, visits, context)) is not None:
             visit.back = tuple(sorted({*visit.back, *read}))
+    for visit, after in pairwise(visits):
+        visit.ahead = after.units
+    for before, visit in pairwise(visit for visit in visits if visit.back):
+        visit.behind = before.back
     return visits
 
 
-def moves_of(visits: Iterable[Visit], *, forward: bool) -> list[tuple[Units, Units]]:
+def moves_of(visits: Sequence[Visit], *, forward: bool) -> list[tuple[Units, Units]]:
     """(units, units ahead) of each visit of one forward, or of one backward."""
-    visits = list(visits)
-    ahead, behind = _neighbours(visits)
     if forward:
-        return [(visit.units, ahead[id(visit)]) for visit in visits]
-    return [(visit.back, behind[id(visit)]) for visit in reversed(visits) if visit.back]
-
-
-def _neighbours(visits: list[Visit]) -> tuple[Mapping[int, Units], Mapping[int, Units]]:
-    """Of each visit the units of the next one, and those of the one before that a backward reads."""
-    back = [visit for visit in visits if visit.back]
-    ahead = {id(visit): after.units for visit, after in pairwise(visits)} | {id(visits[-1]): ()}
-    behind = {id(visits[0]): ()} | {id(visit): before.back for before, visit in pairwise(back)}
-    return ahead, {id(visit): () for visit in visits} | behind
+        return [(visit.units, visit.ahead) for visit in visits]
+    return [(visit.back, visit.behind) for visit in reversed(visits) if visit.back]
 
 
 def aliases_of(stage: StageGraph, context: LowerContext) -> Aliases:
@@ -148,14 +144,12 @@ def _gets_a_gradient(node: fx.Node, context: LowerContext) -> bool:
     return bool(context.lowering.program.node(node.meta["origin"]).meta.get("grad"))
 
 
-def _before_recomputations(
-    stage: StageGraph, context: LowerContext, visits: list[Visit], behind: Mapping[int, Units], gate: fx.Node
-) -> None:
+def _before_recomputations(stage: StageGraph, context: LowerContext, visits: list[Visit], gate: fx.Node) -> None:
     """A rerun that reads weights needs those of its block's visit."""
     for end, read in list(_read_again(stage, aliases_of(stage, context))):
         handle: Any = end.args[0]
         visit = _visit_before(end, visits, context)
-        units, ahead = (visit.back, behind[id(visit)]) if visit is not None else (tuple(sorted(read)), ())
+        units, ahead = (visit.back, visit.behind) if visit is not None else (tuple(sorted(read)), ())
         getattr(stage.root, handle.target).before = partial(need_weights, context.gate, units, ahead)
         # the last op of the block with a gradient
         if (last := next((n for n in _backwards(end) if _gets_a_gradient(n, context)), None)) is not None:
