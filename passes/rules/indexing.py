@@ -7,6 +7,7 @@ scatter, index_add, index_put                                the dim is mixed, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,29 +63,25 @@ def index(call: Call) -> OpRule | None:
 
 def scatter(call: Call) -> OpRule:
     """scatter, scatter_add, scatter_reduce: index and source may be smaller than their target."""
-    x, others = call.position("self"), [call.position("index"), call.position("src")]
-    factors, along = Factors(call), _dim(call)
-    for dim in range(len(call.result)):
-        if dim == along:
-            factors.add(MIX, (RESULT, dim), (x, dim))
-            factors.add(MIX, *((o, dim) for o in others))
-        elif all(o is None or call.shapes[o][dim] == call.result[dim] for o in others):
-            factors.add(EACH, (RESULT, dim), (x, dim), *((o, dim) for o in others))
-        else:
-            factors.add(MIX, (RESULT, dim), (x, dim))
-    return factors.done()
+    return _placed(call, [call.position("index"), call.position("src")])
 
 
 def index_add(call: Call) -> OpRule:
     """index_add, index_copy(x, dim, index, source)."""
-    x, at, source = (call.position(n) for n in ("self", "index", "source"))
-    factors, along = Factors(call), _dim(call)
+    return _placed(call, [call.position("source")], (call.position("index"), 0))
+
+
+def _placed(call: Call, others: Sequence[int | None], *index: tuple[int | None, int]) -> OpRule:
+    """Along the dim ``others`` are put where the ``index`` says."""
+    x, factors, along = call.position("self"), Factors(call), _dim(call)
     for dim in range(len(call.result)):
         if dim == along:
             factors.add(MIX, (RESULT, dim), (x, dim))
-            factors.add(MIX, (at, 0), (source, dim))
+            factors.add(MIX, *index, *((o, dim) for o in others))
+        elif all(o is None or call.shapes[o][dim] == call.result[dim] for o in others):
+            factors.add(EACH, (RESULT, dim), (x, dim), *((o, dim) for o in others))
         else:
-            factors.add(EACH, (RESULT, dim), (x, dim), (source, dim))
+            factors.add(MIX, (RESULT, dim), (x, dim))
     return factors.done()
 
 
