@@ -65,7 +65,9 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
         origin = node.meta["origin"]
         name = f"{origin}/cp {cp.rank}" if cp is not None and origin in own else origin
         with graph.inserting_before(node):
-            new = counted(node, context, handle) or _streamed(node, handle, _number(name))
+            # a stable number of the op
+            number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
+            new = counted(node, context, handle) or _streamed(node, handle, number)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -88,11 +90,6 @@ def is_draw(node: fx.Node) -> bool:
     if node.target in ops.OWN_ATTENTION:
         return bool(node.kwargs.get("dropout_p"))
     return node.target in OF_ROWS or is_random(node)
-
-
-def _number(name: str) -> int:
-    """A stable number of an op, from its name in the captured graph."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
 
 
 def names_of_own_tokens(program: Program) -> frozenset[str]:

@@ -36,7 +36,7 @@ from passes.partition.typings.base import Form
 from passes.partition.writer import AXIS, Rewrite, Scene, convert, rewrite
 from passes.program.ops.aten import arguments, named
 from passes.program.ops.groups import WITH_SIZES
-from passes.types.types import Placement, Segment, Sizes
+from passes.types.types import Placement, Segment
 
 aten = torch.ops.aten
 # The generated code of the graph names a collective's cut, and must find these names
@@ -92,18 +92,13 @@ def localize(stage: StageGraph, context: LowerContext) -> None:
         option = context.lowering.placements.options[name]
         axis = context.axis_of(node)
         scene = Scene(node, option, axis.size, partial(stage.axis, axis))
-        if node.op == "call_function" and domain_of(node) is not None and node.target in WITH_SIZES:
-            _sizes_among_experts(scene, context.lowering.sizes)
+        domain = domain_of(node)
+        if node.op == "call_function" and domain is not None and node.target in WITH_SIZES:
+            # experts are those of this rank, and how many rows there are follows the routing
+            local = in_domain(node, tuple(scene.local_shape()), context.lowering.sizes)
+            node.update_arg(1, [-1 if d == domain.rows else n for d, n in enumerate(local)])
         elif node.op == "call_function" and axis.size > 1:
             stage.env[name] = rewrite(scene, OVER_TP)
-
-
-def _sizes_among_experts(scene: Scene, mesh: Sizes) -> None:
-    """Experts are those of this rank, and how many rows there are follows the routing."""
-    domain = domain_of(scene.node)
-    if domain is not None:
-        local = in_domain(scene.node, tuple(scene.local_shape()), mesh)
-        scene.set_arg(1, [-1 if d == domain.rows else n for d, n in enumerate(local)])
 
 
 def _groups(scene: Scene) -> None:

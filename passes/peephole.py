@@ -124,10 +124,7 @@ def loses_logits(node: fx.Node) -> bool:
         return False
     while logits.target in RESHAPES and len(logits.users) == 1 and isinstance(logits.args[0], fx.Node):
         logits = logits.args[0]
-    is_cast = logits.target is aten.to.dtype and _dtypes(logits) == 2
+    dtypes = {node.meta["val"].dtype for node in (logits, *logits.all_input_nodes[:1])}
+    is_cast = logits.target is aten.to.dtype and len(dtypes) == 2
     makes = is_cast or logits.target in WITH_WEIGHT or logits.target is aten.add.Tensor
     return makes and len(logits.users) == 1
-
-
-def _dtypes(cast: fx.Node) -> int:
-    return len({node.meta["val"].dtype for node in (cast, *cast.all_input_nodes)})

@@ -75,7 +75,7 @@ class _Part:
             return getattr(self.root, node.args[0].target).again  # pyright: ignore
         if node.target is gathered_linears and node.args[3]:  # its backward gathers its input again
             return False
-        return not self.piece.insides.isdisjoint(ops_of(node)) and _computes(node)
+        return not self.piece.insides.isdisjoint(ops_of(node)) and next(tensors_of(node), None) is not None
 
 
 def _let_go(part: _Part, context: LowerContext) -> None:
@@ -164,11 +164,6 @@ class _Rerun:
         result = graph.call_function(ops.leave_inside, (rerun, copy))
         result.meta = dict(node.meta)
         return result
-
-
-def _computes(node: fx.Node) -> bool:
-    """Whether it is an op that gives tensors: one, or several."""
-    return next(tensors_of(node), None) is not None
 
 
 def _is_tensor(node: fx.Node) -> bool:

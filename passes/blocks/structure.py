@@ -84,12 +84,10 @@ class Structure:
                 )
                 for i, node in enumerate(group.nodes)
             ]
-            read = [(self.roles.get(o.name), _value_key(o), self._is_shared(o, position)) for o in outside]
+            shared = {o for o in outside if o.name in self.roles and any(user not in position for user in o.users)}
+            read = [(self.roles.get(o.name), _value_key(o), o in shared) for o in outside]
             self._kinds[group] = hash((tuple(tokens), tuple(read)))
         return self._kinds[group]
-
-    def _is_shared(self, operand: fx.Node, inside: dict[fx.Node, int]) -> bool:
-        return operand.name in self.roles and any(user not in inside for user in operand.users)
 
     def externals(self, group: Group) -> dict[fx.Node, int]:
         """The outside inputs of ``group``, numbered in order of first reading."""

@@ -213,14 +213,10 @@ def _pieces(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> list[fx.N
             if start <= at and at + shape_of(operand)[dim] <= end:
                 found.append(operand)
             at += shape_of(operand)[dim]
-        if sum(shape_of(n)[dim] for n in found) == end - start and _each_once(x):
+        is_each_once = len(set(x.args[0])) == len(x.args[0])  # pyright: ignore[reportArgumentType]
+        if sum(shape_of(n)[dim] for n in found) == end - start and is_each_once:
             return found
     return [sliced(emit, x, dim, start, end)]
-
-
-def _each_once(cat: fx.Node) -> bool:
-    operands: Any = cat.args[0]
-    return len(operands) == len(set(operands))
 
 
 def _select_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -66,9 +66,12 @@ def _replace(graph: fx.Graph, norm: SpelledNorm, result: fx.Node) -> None:
 
 
 def _norm_of(product: fx.Node) -> SpelledNorm | None:
-    for v, root in (_pair(product.args), _pair(product.args[::-1])):
-        eps = _eps_of(v, root)
-        if v is None or eps is None or product.kwargs or not _alike(product, v):
+    if product.kwargs or not all(isinstance(a, fx.Node) for a in product.args):
+        return None
+    args: Any = product.args
+    for v, root in (args, args[::-1]):
+        eps, made, given = _eps_of(v, root), product.meta["val"], v.meta["val"]
+        if eps is None or (made.shape, made.dtype) != (given.shape, given.dtype):
             continue
         found = SpelledNorm(v, eps, (product,), 5)
         dtype = v.meta["val"].dtype
@@ -88,9 +91,9 @@ def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
     return SpelledNorm(x, eps, back, 7) if given in HALF and back and is_back and own else None
 
 
-def _eps_of(v: fx.Node | None, root: fx.Node | None) -> float | None:
+def _eps_of(v: fx.Node, root: fx.Node) -> float | None:
     """eps, if ``root`` is rsqrt(mean(v², last dim, kept) + eps) and the values between have no other readers."""
-    if v is None or root is None or root.target is not aten.rsqrt.default or len(root.users) != 1:
+    if root.target is not aten.rsqrt.default or len(root.users) != 1:
         return None
     added: Any = root.args[0]
     if packet_of(added.target) is not aten.add or len(added.args) != 2 or added.kwargs or not _is_inner(added, v):
@@ -120,12 +123,3 @@ def _is_inner(node: fx.Node, v: fx.Node) -> bool:
 def _is_last(dims: Any, v: fx.Node) -> bool:
     ndim = v.meta["val"].dim()
     return isinstance(dims, Sequence) and len(dims) == 1 and ndim > 0 and dims[0] in (-1, ndim - 1)
-
-
-def _alike(product: fx.Node, v: fx.Node) -> bool:
-    a, b = product.meta["val"], v.meta["val"]
-    return a.shape == b.shape and a.dtype == b.dtype
-
-
-def _pair(args: Sequence[Any]) -> tuple[fx.Node | None, fx.Node | None]:
-    return tuple(a if isinstance(a, fx.Node) else None for a in args)  # pyright: ignore[reportReturnType]

@@ -151,13 +151,9 @@ class BranchOpening(LoopOpening):
         joined = build.call(exchange.join, *parts, val=self.tokens.val(parts[0], of_all=True), domain=ROWS)
         products = tuple(made.name for made in self.made if made.target in PRODUCTS)
         opened = self.replaced(self.end.node, self._sum(joined), dispatch=Dispatch.CHOSEN, tips=(), products=products)
-        return replace(opened, probs=self._probs())
-
-    def _probs(self) -> tuple[str, ...]:
-        """The routing weights that are read: of each choice, or of each expert."""
-        left = {node.name for node in self.graph.nodes}
-        names = [*(name for name in self.layer.probs if name in left), *(node.name for node in self.of_choices)]
-        return tuple(dict.fromkeys(names))
+        left = {node.name for node in self.graph.nodes}  # of the routing weights, those that are read
+        probs = [*(name for name in self.layer.probs if name in left), *(node.name for node in self.of_choices)]
+        return replace(opened, probs=tuple(dict.fromkeys(probs)))
 
     # ---- facts
 

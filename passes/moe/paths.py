@@ -83,13 +83,10 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
         made = [o for o, other, result in held if other is None and result is not None]
         made = [o for o in made if o is not None and o[1] != experts]
         if len(summed) == len(made) == 1 and summed[0] is not None and summed[0][1] != experts:
-            return Product(call, read[1 - at], weight, summed[0][1], made[0][1], _is_by_ids(ids, w))
+            seen = walk([w], lambda n: filter(is_float, n.all_input_nodes) if is_view(n) else ())
+            is_by_ids = any(found[2] in ids for n in seen if (found := lookup(n)) is not None)
+            return Product(call, read[1 - at], weight, summed[0][1], made[0][1], is_by_ids)
     return None
-
-
-def _is_by_ids(ids: Collection[fx.Node], w: fx.Node) -> bool:
-    seen = walk([w], lambda n: filter(is_float, n.all_input_nodes) if is_view(n) else ())
-    return any(found[2] in ids for n in seen if (found := lookup(n)) is not None)
 
 
 def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], list[Product]]:
@@ -153,14 +150,14 @@ def _source(node: fx.Node, space: Space) -> fx.Node:
 def tokens_of(space: Space, first: Iterable[fx.Node]) -> list[fx.Node]:
     """The values that experts read and their router did not make: one, if all is understood."""
     found = dict.fromkeys(_source(node, space) for node in _frontier(space, first))
-    read = [n for n in found if n not in space.below]
-    return [n for n in read if not _is_made_of_others(n, set(read) - {n})]
+    read = {n for n in found if n not in space.below}
 
+    def is_made_of_others(node: fx.Node) -> bool:
+        """By no weights."""
+        above = set(walk([node], operands, stop=lambda n: n in read and n is not node)) - {node}
+        return bool(above & read) and all(n in read or n.op == "call_function" for n in above)
 
-def _is_made_of_others(node: fx.Node, others: set[fx.Node]) -> bool:
-    """Whether a value is computed from another that experts read, by no weights."""
-    above = set(walk([node], operands, stop=lambda n: n in others))
-    return bool(above & others) and all(n in others or n.op == "call_function" for n in above)
+    return [n for n in found if n in read and not is_made_of_others(n)]
 
 
 def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:

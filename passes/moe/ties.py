@@ -115,14 +115,11 @@ def _source_of(node: fx.Node) -> fx.Node | None:
     if is_view(node):
         found = floats if len(floats) == 1 else []
     else:
-        found = [n for n in floats if _has_all_dims(node, n)] if is_weight(node) else []
+        dims = range(len(shape_of(node)))
+        found = [n for n in floats if is_weight(node) and all(n in dict(tied_dims(node, node, d)) for d in dims)]
+        found = [n for n in found if len(shape_of(n)) == len(dims)]
     is_of_weight = (n for n in found if is_parameter(n) or pick_of_weight(n) is not None or _source_of(n) is not None)
     return next(is_of_weight, None)
-
-
-def _has_all_dims(node: fx.Node, source: fx.Node) -> bool:
-    dims = range(len(shape_of(node)))
-    return len(dims) == len(shape_of(source)) and all(source in dict(tied_dims(node, node, d)) for d in dims)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -38,19 +38,10 @@ def shared_key_attention(
     heads). ``documents``: if not 0, as of ``attention_by_documents``, with ``rows`` and ``inputs``.
     """
     k, v = key_heads_of(q, k, v, axis)
+    gqa = k.shape[1] != q.shape[1]
     if documents and mask is not None:
-        gqa = k.shape[1] != q.shape[1]
         return attention_by_documents(q, k, v, mask, documents, scale, gqa, rows, inputs)
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=k.shape[1] != q.shape[1],
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
 
 
 def key_heads_of(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle) -> tuple[Tensor, Tensor]:

@@ -82,14 +82,12 @@ def splits_of_both(
     received, beside = came[:, :each], came[:, each:]
     every = [] if etp.size == 1 else [_every(received.sum(0), etp)]
     of_sent, of_came, *of_parts = on_host(sent, came, *every)
-    (rows_sent, more_sent), (rows_came, more_came) = (_apart(table, each) for table in (of_sent, of_came))
+    (rows_sent, more_sent), (rows_came, more_came) = (
+        ([row[:each] for row in table], [row[each:] for row in table]) for table in (of_sent, of_came)
+    )
     splits = Splits.over_ep(rows_sent, rows_came, received)
     parts = Splits.over_etp(of_parts[0], every[0], etp.rank) if every else None
     return splits, parts, Figures(received.sum(1), beside, more_sent, more_came)
-
-
-def _apart(table: list[list[int]], size: int) -> tuple[list[list[int]], list[list[int]]]:
-    return [row[:size] for row in table], [row[size:] for row in table]
 
 
 def on_host(*tables: Tensor) -> list[list[list[int]]]:

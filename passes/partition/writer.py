@@ -39,9 +39,6 @@ class Scene:
     def local_shape(self) -> list[int]:
         return list(self.option.out.local_shape(shape_of(self.node), self.size))
 
-    def set_arg(self, position: int, value: Any) -> None:
-        self.node.update_arg(position, value)
-
     def set_named(self, name: str, value: Any) -> None:
         """The argument that the schema calls ``name``, which may be given by position or by keyword."""
         position = position_of(self.node.target, name)

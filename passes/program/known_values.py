@@ -111,16 +111,13 @@ def known_result(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
     def known(value: Any) -> Any:
         with unset_fake_temporarily():
-            found = pytree.tree_map_only(Tensor, lambda t: _or_unknown(t, mode.tracer), value)
-        return _UNKNOWN if any(leaf is _UNKNOWN for leaf in pytree.tree_leaves(found)) else found
+            leaves, spec = pytree.tree_flatten(value)
+            found = [_known(leaf, mode.tracer) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        lost = any(isinstance(leaf, Tensor) and x is None for leaf, x in zip(leaves, found, strict=True))
+        return _UNKNOWN if lost else pytree.tree_unflatten(found, spec)
 
     with mode:
         return _RESULTS.get(func, _computed)(func, given, known)
-
-
-def _or_unknown(tensor: Tensor, tracer: Any) -> Any:
-    value = _known(tensor, tracer)
-    return _UNKNOWN if value is None else value
 
 
 def _computed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
@@ -201,16 +198,12 @@ def with_writes(node: fx.Node) -> Iterator[fx.Node]:
     yield from operands(node)
     if node.op == "get_attr":
         yield from node.graph.find_nodes(op="get_attr", target=node.target, sort=False)
-    yield from (user for user in node.users if _writes_into(user, node) or _may_be_view(user, node))
-
-
-def _may_be_view(node: fx.Node, of: fx.Node) -> bool:
-    return shares_memory(node) and next(iter(node.args or node.kwargs.values()), None) is of
-
-
-def _writes_into(node: fx.Node, value: fx.Node) -> bool:
-    given = arguments(node)
-    return any(value in pytree.tree_leaves(given.get(name)) for name in written_by(node.target))
+    for user in node.users:
+        given = arguments(user)
+        written = [given.get(name) for name in written_by(user.target)]
+        may_be_view = shares_memory(user) and next(iter(user.args or user.kwargs.values()), None) is node
+        if may_be_view or node in pytree.tree_leaves(written):
+            yield user
 
 
 def _is_constant(node: fx.Node) -> bool:

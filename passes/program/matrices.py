@@ -60,7 +60,9 @@ def find_matrices(graph: fx.Graph, parameters: Mapping[str, str], *, by_heads: b
         if node.name not in parameters or node.meta["val"].dim() < 2:
             continue
         reads = list(_reads(node, -2))
-        if reads and all(read is not None for read in reads) and any(_has_weights_after(r.product) for r in reads if r):
+        # another product with a weight reads a result
+        after = walk([user for read in reads if read for user in read.product.users], readers, stop=_is_of_weight)
+        if reads and all(read is not None for read in reads) and any(map(_is_of_weight, after)):
             found[parameters[node.name]] = _matrices(node, [read for read in reads if read is not None], by_heads)
     return found
 
@@ -97,11 +99,6 @@ def _moved(permute: fx.Node, given: fx.Node, dim: int) -> int:
     """Where a dim goes, counted from the end."""
     moved = permutation(permute.target, given.meta["val"].dim(), permute.args[1:], permute.kwargs)
     return moved.index(dim % len(moved)) - len(moved)
-
-
-def _has_weights_after(product: fx.Node) -> bool:
-    """Whether its result reaches another product with a weight."""
-    return any(map(_is_of_weight, walk(product.users, readers, stop=_is_of_weight)))
 
 
 def _is_of_weight(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from torch import fx
 
 from passes.partition.loss.kinds import MEAN, NONE, SUM
 from passes.partition.typings.base import Form, Option, Site, aligned
+from passes.partition.typings.by_factors import each
 from passes.partition.typings.table import rule_of
 from passes.program.ops.aten import aten, is_random, named, packet_of, packets
 from passes.program.ops.groups import CROSS_ENTROPIES
@@ -41,7 +42,9 @@ def options_over_cp(site: Site) -> list[Option]:
     for rule in (rule_of(site.node), RULES.get(packet_of(site.node.target))):
         found |= dict.fromkeys(rule(site) if rule else ())
     forms = FORMS | {Form.PICKED} if site.node.target is aten.slice.Tensor else FORMS
-    return [o for o in found if o.form in forms and _is_even(site, o) and not _cuts_weights(site, o)]
+    weights = [i for i, n in enumerate(site.inputs) if is_weight(n)]
+    cuts_weights = {o for o in found if o.form in PRODUCTS and any(o.args[i].is_sharded for i in weights)}
+    return [o for o in found if o.form in forms and o not in cuts_weights and _is_even(site, o)]
 
 
 def _is_even(site: Site, option: Option) -> bool:
@@ -54,11 +57,6 @@ def _is_even(site: Site, option: Option) -> bool:
     if not even or (once and any(c.has_whole_segment for c in cuts)):
         return False
     return option.form is not Form.PARTIAL or (site.grad(site.node) and not is_random(site.node))
-
-
-def _cuts_weights(site: Site, option: Option) -> bool:
-    pairs = zip(site.inputs, option.args, strict=True)
-    return option.form in PRODUCTS and any(t.is_sharded and is_weight(n) for n, t in pairs)
 
 
 def attention(site: Site) -> Iterator[Option]:
@@ -118,17 +116,11 @@ def joined(site: Site) -> Iterator[Option]:
         yield site.option(Placement("V", dim, tuple(s for of_one in rows for s in of_one)), dict(pairs), Form.PARTS)
 
 
-def factory(site: Site) -> Iterator[Option]:
-    """full(size, x): as many as a rank holds."""
-    for cut in site.candidates():
-        yield Option((), cut, Form.SIZES)
-
-
 RULES: dict[Any, Callable[[Site], Iterator[Option]]] = (
     packets("scaled_dot_product_attention", attention)
     | packets("tril triu", triangle)
     | packets("slice", one_token)
     | packets("cat", joined)
-    | packets("full zeros ones", factory)
+    | packets("full zeros ones", lambda site: each(site, Form.SIZES))  # as many as a rank holds
     | dict.fromkeys(CROSS_ENTROPIES.packets, loss_of_rows)
 )

@@ -31,7 +31,7 @@ from passes.partition.sequence.flow import InnerSequences, begins, carried, sequ
 from passes.partition.sequence.rules import options_over_cp
 from passes.partition.sequence.sorted_rows import Sorted, SortedRows
 from passes.partition.typings.base import Form, Option, Site
-from passes.program.ops.aten import shape_of, value_bytes
+from passes.program.ops.aten import shape_of, tensors_of, value_bytes
 from passes.program.ops.groups import PRODUCTS, VIEWS
 from passes.program.program import Program
 from passes.program.walks import operands, walk
@@ -192,7 +192,7 @@ def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> f
         whole = 0.0 if have == R or value in types.recut else float(value_bytes(gathered_from(value, types)))
         return whole + (SUM_CALL if have == P else 0.0)
     if have == R:
-        return CUT_CALL if wanted.is_sharded else SCALE_CALL if _is_float(value) else None
+        return CUT_CALL if wanted.is_sharded else SCALE_CALL if next(tensors_of(value)).is_floating_point() else None
     return 0.0 if have == wanted else None
 
 
@@ -206,11 +206,6 @@ def gathered_from(value: fx.Node, types: Types) -> fx.Node:
     return best
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-
-
 # ---- ops that read whole sequences and make as much of them
 
 
@@ -218,7 +213,9 @@ def settle_whole(node: fx.Node, types: Types) -> None:
     """A result that every rank computes of all tokens: small, cut again, or whole. Products of what cannot be cut are
     noted: of a few rows, as the states between the chunks of a scan, every rank may compute them.
     """
-    places = _places_of_sequences(node, types)
+    # operands as large as a sequence, each with the dim where it has its tokens, or had them
+    places = {n: types.of(n).dim for n in node.all_input_nodes if types.of(n).is_sharded}
+    places |= {n: types.whole[n] for n in node.all_input_nodes if n in types.whole}
     largest = max(places, key=lambda n: prod(shape_of(n)), default=None)
     if largest is None or 2 * prod(shape_of(node)) <= prod(shape_of(largest)):
         return  # a pooled sequence
@@ -235,12 +232,6 @@ def settle_whole(node: fx.Node, types: Types) -> None:
         types.whole[node] = place
         if has_flops(node) and (largest in types.whole or types.of(largest).has_whole_segment):
             types.undivided.append((node, size))
-
-
-def _places_of_sequences(node: fx.Node, types: Types) -> dict[fx.Node, int]:
-    """Operands as large as a sequence, each with the dim where it has its tokens, or had them."""
-    places = {n: types.of(n).dim for n in node.all_input_nodes if types.of(n).is_sharded}
-    return places | {n: types.whole[n] for n in node.all_input_nodes if n in types.whole}
 
 
 def _place(node: fx.Node, read: fx.Node, place: int) -> int:

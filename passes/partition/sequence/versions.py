@@ -114,13 +114,10 @@ def _early(node: fx.Node, wanted: Placement, types: Types) -> Option | None:
         return None
     site = Site(node, types.chunks, {node.name: {wanted}})
     for option in options_over_cp(site):
-        if option.out == wanted and all(_can(types.of(n), t) for n, t in zip(site.inputs, option.args, strict=True)):
+        pairs = [(types.of(n), t) for n, t in zip(site.inputs, option.args, strict=True)]
+        if option.out == wanted and all(have == t if t.kind == "P" else have in (R, t) for have, t in pairs):
             return option
     return None
-
-
-def _can(have: Placement, wanted: Placement) -> bool:
-    return have == wanted if wanted.kind == "P" else have == R or (wanted.is_sharded and have == wanted)
 
 
 CP = "cp: "
