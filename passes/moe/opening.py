@@ -118,14 +118,14 @@ class RunsOpening(StackOpening):
             self.entries.setdefault(value, node)
 
     def enter(self, bring: Callable[[fx.Node, Builder], fx.Node]) -> None:
-        """Calls inside read each entry as it is brought to its experts."""
+        """Calls inside read each entry on the ranks of its experts."""
         for value, reader in self.entries.items():
             brought = bring(value, Builder(self.graph, reader, value))
             for user in [u for u in value.users if u in self.inside]:
                 user.replace_input_with(value, brought)
 
     def leave(self, give_back: Callable[[fx.Node, Builder], fx.Node]) -> None:
-        """Calls outside read each result as it is given back."""
+        """Calls outside read each result on its own rank again."""
         for node in _border_of(self.inside):
             back = give_back(node, Builder(self.graph, node.next, node))
             for user in [u for u in node.users if u not in self.inside and u is not back]:
