@@ -12,7 +12,7 @@ import torch
 from passes.errors import PlanError
 from tests.models import dropping
 from tests.models.families import build
-from tests.numeric.test_sequence_parallel import SEQUENCE_PARALLEL
+from tests.numeric.test_families import SEQUENCE_PARALLEL
 from tests.tools import jobs
 from tests.tools.comparison import compare
 from tests.tools.laboratory import Case, Lab

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from planner import Plan
 from runtime.engine.engine import Engine
 from tests.models import families
-from tests.tools.laboratory import Case, Lab
+from tests.models.counted import with_no_label
+from tests.tools.laboratory import Case, Lab, name_of
 from tests.tools.limits import HANG_SECONDS
 
 Batch = dict[str, torch.Tensor]
@@ -61,3 +63,20 @@ def test_experts_of_a_family_with_their_loss(lab: Lab) -> None:
 def test_means_of_each_microbatch_are_another_training(lab: Lab) -> None:
     rest = {"batch": {"global": 8, "micro": 1, "statistics": "microbatch"}}
     assert lab.check(Case("spread-loss", {}, rest, num_sequences=8, micro=1)).wrong
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=name_of)
+@pytest.mark.parametrize("kept", [0, 2])
+def test_microbatches_without_a_label_give_what_one_process_gives(lab: Lab, kept: int, layout: dict[str, int]) -> None:
+    case = Case("matmul", layout, job=with_no_label, job_arguments=(kept,))
+    loss, gradients = lab.run(case)[0]
+    entry = families.build("matmul")
+    batch = entry.batch(case.num_sequences, 0)
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][kept:] = families.IGNORED
+    expected = entry.loss(entry.model(**batch))
+    expected.backward()
+    assert math.isnan(loss) if kept == 0 else math.isclose(loss, expected.item(), rel_tol=1e-10)
+    for name, parameter in entry.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12)

@@ -19,7 +19,7 @@ from passes.partition.typings.table import GIVES, RULES
 from planner import PlanError
 from tests.models import uneven
 from tests.models.families import IGNORED, build
-from tests.numeric.test_sequence_parallel import SEQUENCE_PARALLEL
+from tests.numeric.test_families import SEQUENCE_PARALLEL
 from tests.tools.comparison import compare
 from tests.tools.laboratory import Case, Lab
 from tests.tools.scored_ranks import scores_on
