@@ -135,7 +135,7 @@ OF_UPDATE_RULES = [
 # tests/numeric/test_update_rules.py, tests/numeric/test_muon.py
 OF_FORECASTS = [
     "experts.imbalance",  # tests/runtime/profiling/test_imbalance.py
-    "data.mean_document",  # tests/planner/tables/test_documents.py
+    "data.mean_document",  # tests/planner/tables/test_rows.py
 ]
 OF_FORMS = ["inputs.joined", "inputs.batch_dim", "inputs.value"]  # tests/planner/test_forms.py
 OF_LENGTHS = ["batch.tokens"]  # tests/numeric/test_lengths.py

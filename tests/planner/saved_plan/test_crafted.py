@@ -1,4 +1,4 @@
-"""Plan files that were made to do harm, with a right digest: each is one error, and nothing in it runs."""
+"""Plan files that were made to do harm, or changed at random: each is one error, and nothing in it runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ import torch
 from passes.errors import PlanError
 from planner import Plan
 from planner.files.values import Reader
+from planner.report.sections import sections
 from planner.saved_plan.plan_file import FORM, seal, unseal
 from tests.models.plannable import build, spec_of
+from tests.models.tiny import planned
 from tests.tools.captures import plan_again
+from tests.tools.mutations import mutants, peak_bytes, survivors
 
 CALL = "__import__('os').mkdir('harmed')"
 TEXTS = (f"targets, zz={CALL}", f"x={CALL}", f"x):\n    {CALL}\n    return (", f'"); {CALL}; ("', CALL, "lambda", "a b")
@@ -199,3 +202,33 @@ def test_buffers_of_any_dtype_come_back() -> None:
     for name, value in given.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
         assert found[name].to(torch.complex64).tolist() == value.to(torch.complex64).tolist()
+
+
+# ---- whatever is done to a plan's file, it loads and prints, or is one PlanError
+
+
+def check(count: int, seed: int, path: Path) -> int:
+    planned(tp=2, pp=2).save(path)
+    texts = list(mutants(path.read_text(), count, seed, json.loads, json.dumps))
+    before = peak_bytes()
+
+    def load(text: str) -> str:
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        loaded = Plan.load(path)
+        text = loaded.describe() if len(text) % 8 == 0 else ""  # drawing tables is slow, what they hold is what counts
+        return str(sections(loaded)) + str(sections(loaded, full=True)) + text + loaded.hash()
+
+    good, bad = survivors(texts, load)
+    assert not bad, f"{len(bad)} of {len(texts)}:\n" + "\n".join(bad[:5])
+    assert peak_bytes() - before < 1 << 30
+    return len(good)
+
+
+def test_mutated_plans_load_or_are_one_error(tmp_path):
+    assert 5 < check(150, 1, tmp_path / "plan.json") < 75
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_two_thousand_mutated_plans_load_or_are_one_error(tmp_path):
+    assert 50 < check(2_000, 2, tmp_path / "plan.json") < 1_000

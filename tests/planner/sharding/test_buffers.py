@@ -1,6 +1,8 @@
-"""Which parameters share a buffer, in which order and precision; stages agree about the buffers of a tied weight."""
+"""Which parameters share a buffer, in which order and precision; moves of weights in shards, boundaries of stages."""
 
 from __future__ import annotations
+
+from math import prod
 
 import pytest
 import torch
@@ -8,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.parameters import LocalParameter
-from passes.types.types import V
+from passes.partition.type_changes import sent_type
+from passes.program.program import BoundaryPlan
+from passes.types.types import I, P, R, V
+from planner import Plan
 from planner.sharding.buffers import Buffer, buffers_of_rank
+from planner.sharding.residency import Moves, Residency
+from planner.sharding.shards import boundary
 from planner.spec.optimizer import OptimizerSpec
 from tests.models.plannable import build, spec_of
+from tests.models.tiny import BATCH, LENGTH, WIDTH, planned
 from tests.tools.captures import plan_again
+from tests.tools.examples import examples
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
@@ -102,3 +111,75 @@ def test_the_optimizer_keeps_two_moments_and_copies_of_what_is_less_precise(dtyp
     averaged = OptimizerSpec(zero=0, ema=0.9)
     (buffer,) = buffers_of_rank(0, [held("a", dtype)], averaged, {"dp": 1}, gradients)
     assert buffer.optimizer_bytes == (bytes_an_element + buffer.main_dtype.itemsize) * 8
+
+
+# ---- the moves of weights in shards: nothing that is needed is missing, and no more is whole than is asked for
+
+
+UNITS = st.tuples(st.integers(0, 1), st.integers(0, 3))
+NEEDS = st.lists(st.tuples(st.lists(UNITS, min_size=1, max_size=3), st.lists(UNITS, max_size=2)), max_size=20)
+
+
+@examples(200)
+@given(needs=NEEDS, reshards=st.booleans())
+def test_each_need_leaves_its_units_whole_and_frees_all_others(needs, reshards: bool):
+    residency, whole = Residency(reshards=reshards), set()
+    for units, ahead in needs:
+        moves = residency.need(units, ahead)
+        assert whole.issuperset(moves.freed)
+        assert whole.isdisjoint(moves.gathered)
+        whole = whole - set(moves.freed) | set(moves.gathered)
+        assert whole == set(residency.whole)
+        wanted = {*units, *ahead}
+        assert whole == wanted if reshards else whole >= wanted
+        assert not moves.freed or reshards
+    assert set(residency.end().freed) == whole
+    assert residency.end() == Moves()
+
+
+def test_a_forward_and_its_backward_gather_the_last_block_once():
+    residency, gathered = Residency(reshards=True), []
+    for units, ahead in (((1,), (2,)), ((2,), (3,)), ((3,), ()), ((3,), (2,)), ((2,), (1,)), ((1,), ())):
+        of = ([(0, n) for n in units], [(0, n) for n in ahead])
+        gathered += [bucket for _, bucket in residency.need(*of).gathered]
+    assert gathered == [1, 2, 3, 2, 1]
+
+
+# ---- what one stage sends to the next: the live values in the shapes of one rank, never partial sums
+
+
+def sent_at(made: Plan, cut: int) -> tuple[BoundaryPlan, ...]:
+    assert made.decisions is not None
+    return boundary(made.decisions, cut)
+
+
+def test_partial_sums_are_added_before_they_are_sent_and_all_else_goes_as_it_is():
+    assert [sent_type(p) for p in (P, I, R, V(1, 8))] == [I, I, R, V(1, 8)]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_residual_is_whole_on_each_rank(tp):
+    ((sent,), nothing) = (sent_at(planned(pp=2, tp=tp), cut) for cut in (0, 1))
+    assert nothing == ()
+    assert (sent.shape, sent.dtype) == ((BATCH, LENGTH, WIDTH), "float32")
+    assert sent.placement in ("I", "R"), "the same on every rank, whatever its gradient is"
+    assert (sent.bytes, sent.requires_grad) == (4 * BATCH * LENGTH * WIDTH, True)
+
+
+def test_under_sequence_parallelism_a_rank_sends_its_part():
+    (sent,) = sent_at(planned(pp=2, tp=2, sequence_parallel=True), 0)
+    assert sent.shape == (BATCH, LENGTH // 2, WIDTH)
+    assert sent.placement == "V(1:4)"
+    assert sent.bytes == 4 * prod(sent.shape)
+
+
+def test_nothing_is_sent_before_the_first_stage_and_after_the_last():
+    made = planned("mlp mlp mlp", pp=3)
+    assert [len(sent_at(made, cut)) for cut in (-1, 0, 1, 2, 3)] == [0, 1, 1, 0, 0]
+
+
+def test_every_stage_receives_what_the_one_before_sends():
+    stages = planned("mlp mlp mlp", pp=3).stages
+    assert [stage.sends for stage in stages[:-1]] == [stage.receives for stage in stages[1:]]
+    assert (stages[0].receives, stages[-1].sends) == ((), ())

@@ -1,4 +1,4 @@
-"""What a block of GPT-2's size keeps and computes again: norms, activations and scores, no product with weights."""
+"""Which blocks are recomputed as the spec asks, and what a block of GPT-2's size keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import Tensor, nn
 
+from examples.gpt import build
+from passes.errors import PlanError, SpecError
 from planner import Plan, plan
 from planner.recompute.decide import RecomputeRow
+from planner.spec.spec import Spec
+from tests.models import hugging_face
+from tests.tools.captures import plan_again
+from tests.tools.simulated_mesh import spec_of
 
 
 @cache
@@ -89,3 +96,83 @@ def test_the_plan_shows_it_and_saves_it(tmp_path: Any):
     assert loaded == made
     assert loaded.describe() == made.describe()
     assert made.hash() != planned("none", tp=2).hash()
+
+
+# ---- which blocks the spec means, and what it cannot mean
+
+
+INPUTS = {"input_ids": {"shape": [16], "dtype": "int64", "high": 50}, "targets": {"like": "input_ids"}}
+SPEC: dict[str, Any] = {"batch": {"global": 4, "micro": 2}, "mesh": {}, "inputs": INPUTS}
+
+
+def kinds(asked: Any) -> dict[str, str]:
+    return {row.block: row.kind for row in plan_again(build(), {**SPEC, "recompute": asked}).recompute}
+
+
+@pytest.mark.thorough
+def test_the_last_glob_that_names_a_block_decides_and_others_keep_all():
+    blocks = list(kinds("full"))
+    assert len(blocks) > 1
+    assert set(kinds("full").values()) == {"full"}
+    assert kinds({"*": "selective", blocks[0]: "full"}) == {
+        b: "full" if b == blocks[0] else "selective" for b in blocks
+    }
+    assert kinds({"*": "full", blocks[0]: "none"}) == dict.fromkeys(blocks[1:], "full")
+    assert kinds({blocks[1]: "full"}) == {blocks[1]: "full"}
+    assert kinds({}) == kinds("none") == {}
+
+
+def test_a_glob_that_names_no_block_is_an_error_with_the_nearest_names():
+    with pytest.raises(PlanError) as error:
+        plan_again(build(), {**SPEC, "recompute": {"layer.*": "full"}})
+    assert "recompute: `layer.*` matches no block" in str(error.value)
+    assert all(name in (error.value.fix or "") for name in list(kinds("full"))[:2])
+
+
+@pytest.mark.parametrize("asked", ["ful", {"*": "ful"}, 3, [], {"*": ["full"]}])
+def test_an_unknown_kind_is_an_error_at_its_place(asked: Any):
+    with pytest.raises(SpecError) as error:
+        Spec.load({**SPEC, "recompute": asked})
+    assert "recompute" in str(error.value)
+    assert "full" in str(error.value)
+
+
+def test_graphs_of_transformer_engine_are_refused():
+    with pytest.raises(SpecError, match="transformer_engine"):
+        Spec.load({**SPEC, "recompute": "full", "cuda_graphs": {"impl": "transformer_engine"}})
+
+
+def test_a_model_without_blocks_is_an_error():
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).square().mean()
+
+    inputs = {"x": {"shape": [4], "dtype": "float32"}}
+    with pytest.raises(PlanError, match="no repeated blocks"):
+        plan_again(Single(), {**SPEC, "inputs": inputs, "recompute": "full"})
+
+
+# ---- over tp one op computes the products of all blocks that read one value: no block can let go of its own
+
+
+def t5(tp: int) -> Plan:
+    return plan(hugging_face.build("t5"), spec_of(hugging_face.batch("t5"), {"tp": tp}, recompute="full"))
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("tp", "let_go"), [(1, True), (2, False)])
+def test_keys_of_an_encoders_output_are_kept_where_one_op_makes_those_of_all_blocks(tp: int, let_go: bool) -> None:
+    made = t5(tp)
+    assert made.decisions is not None
+    program = made.decisions.program
+    again = {call.name for piece in made.recomputed for call in piece.again}
+    weights = [n for n, fqn in program.parameters.items() if fqn.endswith(("EncDecAttention.k.weight",))]
+    products = {user.name for name in weights for user in program.node(name).users}
+    assert len(products) == 2
+    assert (products <= again) is let_go
+    assert products.isdisjoint(again) is not let_go
