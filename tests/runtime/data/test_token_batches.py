@@ -1,23 +1,24 @@
-"""The global batch of a step: the same wherever it is asked for, each sample once an epoch, fed by role."""
+"""The global batch of a step: the same wherever it is asked for, each sample once an epoch, fed by role, made ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from passes.errors import PlanError
 from planner.spec.spec import Spec
-from runtime.data.token_batches import TokenBatches, token_batches
+from runtime.data.token_batches import Permutation, Prefetched, TokenBatches, token_batches
 from runtime.data.tokens import Tokens
-from tests.runtime.data.conftest import by_hand
+from tests.tools.hand_tokens import by_hand
 from tests.tools.texts import tokens_of
 
-Make = Callable[..., Tokens]
 LENGTH = 4
 TOKENS = {"shape": [LENGTH], "dtype": "int64", "high": 256}
 
@@ -91,8 +92,8 @@ def test_each_input_has_its_own_dtype() -> None:
     assert batch["attention_mask"].dtype == torch.bool
 
 
-def test_without_packing_windows_stay_inside_documents(make_tokens: Make) -> None:
-    tokens = make_tokens([1, 2, 3], [4, 5, 6], padding=9)
+def test_without_packing_windows_stay_inside_documents() -> None:
+    tokens = by_hand([1, 2, 3], [4, 5, 6], padding=9)
     whole, parts = batches(tokens), batches(tokens, data={"packing": False})
     assert whole.objective.num_samples == 1
     assert sorted(parts.batch(0)["input_ids"].tolist()) == [[1, 2, 3, 9]] * 2 + [[4, 5, 6, 9]] * 2
@@ -137,3 +138,85 @@ def test_a_bert_is_fed_masked_pairs() -> None:
     assert asked.any(1).all()
     assert batch["token_type_ids"].any(1).all()
     assert (batch["attention_mask"][asked] == 1).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 100))
+def test_every_value_comes_once(size: int, seed: int, epoch: int) -> None:
+    found = Permutation(size, (seed, epoch))(np.arange(size))
+    assert sorted(found.tolist()) == list(range(size))
+
+
+@settings(deadline=None)
+@given(st.integers(2**40, 2**62), st.lists(st.integers(0, 2**40 - 1), min_size=2, max_size=20, unique=True))
+def test_places_of_a_huge_one_stay_apart_and_inside(size: int, places: list[int]) -> None:
+    found = Permutation(size, (1, 2))(np.array(places)).tolist()
+    assert len(set(found)) == len(places)
+    assert all(0 <= value < size for value in found)
+
+
+def test_a_place_is_the_same_alone_and_among_others() -> None:
+    shuffled = Permutation(1000, (3, 4))
+    assert [int(shuffled(np.array([place]))[0]) for place in range(50)] == shuffled(np.arange(50)).tolist()
+
+
+def test_seeds_and_epochs_give_other_orders() -> None:
+    orders = {tuple(Permutation(100, key)(np.arange(100)).tolist()) for key in ((1, 0), (1, 1), (2, 0), (0, 1))}
+    assert len(orders) == 4
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    """What a run saw before a resume must be what it would see now."""
+    assert Permutation(12, (1234, 0))(np.arange(12)).tolist() == [0, 2, 8, 9, 7, 10, 3, 6, 1, 5, 4, 11]
+
+
+def test_neighbours_are_shuffled_well() -> None:
+    """Of a good shuffle, the correlation of place and value is about 1/sqrt(n)."""
+    found = Permutation(10_000, (1, 1))(np.arange(10_000))
+    assert abs(np.corrcoef(np.arange(10_000), found)[0, 1]) < 0.05
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.05
+
+
+class Numbers:
+    """The batch of a step is its number. Owns which threads made which."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.fails_at = fails_at
+        self.made: list[tuple[int, str]] = []
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        self.made.append((step, threading.current_thread().name))
+        if step == self.fails_at:
+            raise OSError("the disk is gone")
+        return {"x": torch.tensor(step)}
+
+
+def seen(batches: Prefetched, *steps: int) -> list[int]:
+    return [int(batches.batch(step)["x"]) for step in steps]
+
+
+def test_batches_come_in_their_order_from_the_thread() -> None:
+    numbers = Numbers()
+    with Prefetched(numbers, 3, 9) as batches:
+        assert seen(batches, *range(3, 9)) == [*range(3, 9)]
+    assert numbers.made == [(step, "batches") for step in range(3, 9)]
+
+
+def test_other_steps_are_made_when_asked_for() -> None:
+    with Prefetched(Numbers(), 0, 5) as batches:
+        assert seen(batches, 0, 7, 1, 0, 3, 2) == [0, 7, 1, 0, 3, 2]
+
+
+def test_only_a_few_are_made_ahead_and_an_end_in_between_is_at_once() -> None:
+    numbers = Numbers()
+    with Prefetched(numbers, 0, 1000) as batches:
+        assert seen(batches, 0) == [0]
+    assert len(numbers.made) <= 5
+    assert not any(thread.name == "batches" for thread in threading.enumerate())
+
+
+def test_what_the_thread_raises_is_raised_for_its_batch() -> None:
+    with Prefetched(Numbers(fails_at=1), 0, 5) as batches:
+        assert seen(batches, 0) == [0]
+        with pytest.raises(OSError, match="the disk is gone"):
+            batches.batch(1)

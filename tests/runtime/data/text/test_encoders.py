@@ -1,10 +1,11 @@
-"""Text through files of the library `tokenizers`: its ids, and marks of the words in the text that was cut."""
+"""Bytes and files of the library `tokenizers`: ids, and marks of words and sentences, however a document is cut."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,46 @@ from hypothesis import strategies as st
 from passes.errors import PlanError
 from runtime.data.reading import read_tokens
 from runtime.data.text import encoders as tokenizer_file
-from runtime.data.text.encoders import TokenizerFile, marks_of
+from runtime.data.text.encoders import ByteEncoder, TokenizerFile, marks_of
 from runtime.data.tokens import SENTENCE, WORD, TextPart
 from tests.tools.tokenizer_files import bpe_file, word_piece_file
+
+TEXTS = st.text(alphabet="ab.!? \n\t", max_size=40).map(str.encode)
+
+
+def begun(text: bytes, bit: int) -> list[int]:
+    return np.flatnonzero(ByteEncoder().encode(text).marks & bit).tolist()
+
+
+def test_words_begin_after_white_space() -> None:
+    piece = ByteEncoder().encode(b"one two,  three\n")
+    assert np.flatnonzero(piece.marks & WORD).tolist() == [0, 4, 10]
+    assert piece.num_words == 3
+    assert piece.ids.tobytes() == b"one two,  three\n"
+
+
+def test_sentences_begin_after_stops_and_between_paragraphs() -> None:
+    assert begun(b"a b. c! d? e.f g\nh\n\ni\n j", SENTENCE) == [0, 5, 8, 11, 20, 23]
+
+
+@settings(deadline=None)
+@given(TEXTS)
+def test_marks_are_those_of_a_plain_search(text: bytes) -> None:
+    words = [found.start() for found in re.finditer(rb"\S+", text)]
+    sentences = [at for at in words if not text[:at].strip() or re.search(rb"([.!?]\s+|\n\s+)$", text[:at])]
+    assert begun(text, WORD) == words
+    assert begun(text, SENTENCE) == sentences
+
+
+@settings(deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 40), max_size=5))
+def test_pieces_give_what_the_whole_gives(text: bytes, cuts: list[int]) -> None:
+    whole, encoder = ByteEncoder().encode(text), ByteEncoder()
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [encoder.encode(text[a:b], False) for a, b in pairwise(places)]
+    assert np.concatenate([piece.marks for piece in pieces]).tolist() == whole.marks.tolist()
+    assert sum(piece.num_words for piece in pieces) == whole.num_words
+
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -32,23 +70,23 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(word_piece_file(tmp_path_factory.mktemp("pieces") / "tokenizer.json"))
 
 
-def begun(text: str, offsets: list[tuple[int, int]], bit: int) -> list[int]:
+def begun_at(text: str, offsets: list[tuple[int, int]], bit: int) -> list[int]:
     return np.flatnonzero(marks_of(text, np.array(offsets).reshape(-1, 2))[0] & bit).tolist()
 
 
 def test_a_token_that_holds_the_first_character_of_a_word_begins_it() -> None:
     text = "ab cd, ef"
-    assert begun(text, [(0, 1), (1, 2), (2, 5), (5, 6), (6, 9)], WORD) == [0, 2, 4]
-    assert begun(text, [(0, 2), (3, 5), (5, 6), (7, 8), (8, 9)], WORD) == [0, 1, 3]
-    assert begun(text, [(0, 9)], WORD) == [0]
+    assert begun_at(text, [(0, 1), (1, 2), (2, 5), (5, 6), (6, 9)], WORD) == [0, 2, 4]
+    assert begun_at(text, [(0, 2), (3, 5), (5, 6), (7, 8), (8, 9)], WORD) == [0, 1, 3]
+    assert begun_at(text, [(0, 9)], WORD) == [0]
 
 
 def test_of_tokens_that_share_a_character_the_first_begins_the_word() -> None:
-    assert begun("é x", [(0, 1), (0, 1), (1, 2), (2, 3)], WORD) == [0, 3]
+    assert begun_at("é x", [(0, 1), (0, 1), (1, 2), (2, 3)], WORD) == [0, 3]
 
 
 def test_a_word_that_a_tokenizer_dropped_is_begun_by_no_token() -> None:
-    assert begun("ab cd ef", [(0, 2), (6, 8)], WORD) == [0, 1]
+    assert begun_at("ab cd ef", [(0, 2), (6, 8)], WORD) == [0, 1]
 
 
 @settings(deadline=None)
@@ -60,8 +98,8 @@ def test_marks_of_single_characters_are_those_of_a_plain_search(text: str) -> No
         for found in re.finditer(r"\S+", text)
         if not text[: found.start()].strip() or re.search(r"([.!?]\s+|\n\s+)$", text[: found.start()])
     ]
-    assert begun(text, offsets, WORD) == [found.start() for found in re.finditer(r"\S+", text)]
-    assert begun(text, offsets, SENTENCE) == sentences
+    assert begun_at(text, offsets, WORD) == [found.start() for found in re.finditer(r"\S+", text)]
+    assert begun_at(text, offsets, SENTENCE) == sentences
 
 
 def test_ids_are_those_of_the_library_and_an_end_token_closes_each_document(bpe: str, tmp_path: Path) -> None:
