@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +12,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from runtime.checkpoint.conversion import export
+from planner.capture.model.assembly import Call, Source
+from planner.capture.model.hub_format import HubFormat
+from planner.tables.diagnostics import stored_notes
+from runtime.checkpoint.conversion import Described, export, import_weights
 from runtime.checkpoint.saves import resolve, verify
 from runtime.cli import app
 from runtime.engine.engine import Engine
 from tests.tools.checkpoints import Own, assert_same, own_engine
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
-from tests.tools.pretrained_ranks import batch, plan_of, save_random, stored
-from tests.tools.resumed import stored as saved
+from tests.tools.pretrained_ranks import batch, plan_of, save_random
+from tests.tools.resumed import stored as values_of
 from tests.tools.small_saves import save
+
+pytest.importorskip("transformers")
+
+from planner.capture.model.reference import load_model
+from tests.runtime.checkpoint.test_quantised_weights import in_fp8
+from tests.tools.hub_directories import saved, stored
 
 
 def run(*arguments: Any) -> Any:
@@ -103,14 +113,14 @@ def test_what_reaches_no_loss_and_buffers_come_back(tmp_path: Path) -> None:
         engine.save(tmp_path / "run")
         wanted, loss = engine.gather_parameters(), engine.train_step(ids()).loss
         engine.save_pretrained(tmp_path / "later")
-    truth = saved(tmp_path / "run")
+    truth = values_of(tmp_path / "run")
     with own_engine(Own()) as engine:
         engine.load(tmp_path / "run")
         assert_same(engine.gather_parameters(), wanted)
         engine.save(tmp_path / "again")
         assert engine.train_step(ids()).loss == loss
         engine.save_pretrained(tmp_path / "resumed")
-    again = saved(tmp_path / "again")
+    again = values_of(tmp_path / "again")
     assert again.keys() == truth.keys()
     assert all(torch.equal(again[key], value) for key, value in truth.items())
     assert ("seen", "buffer") in truth
@@ -135,3 +145,38 @@ def test_listing_loads_no_model_code(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "intact, latest" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["export", "checkpoint"])
+def test_names_of_the_hub_or_of_the_model(command, tmp_path):
+    own = saved("mixtral", tmp_path / "in").state_dict()
+    import_weights(tmp_path / "in", tmp_path / "run")
+    for names, wanted in (("hf", stored(tmp_path / "in")), ("model", own)):
+        out = tmp_path / names
+        given = [command, str(tmp_path / "run"), *(["--export"] if command == "checkpoint" else []), str(out)]
+        done = CliRunner().invoke(app, [*given, "--names", names])
+        assert done.exit_code == 0, done.output
+        assert_same(stored(out), wanted)
+
+
+def test_an_export_of_quantised_weights_is_plain_and_says_so(tmp_path):
+    saved("mixtral", tmp_path / "in")
+    in_fp8(tmp_path / "in")
+    import_weights(tmp_path / "in", tmp_path / "run")
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert done.stdout.endswith("out: was FP8, is float32\n")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    given, written = stored(tmp_path / "in"), stored(tmp_path / "out")
+    assert written.keys() == {name for name in given if not name.endswith("_scale_inv")}
+    wanted = load_model(f"hf:{tmp_path / 'in'}", materialize=True).state_dict()
+    assert_same(load_model(f"hf:{tmp_path / 'out'}", materialize=True).state_dict(), wanted)
+
+
+def test_a_plan_names_an_op_that_reads_whole_tensors_with_its_bytes():
+    made = Call("aten.mul.Tensor", (Source("up", (4, 6)), 2), 0, (4, 6))
+    rows = (Described("up", (4, 6), "bfloat16", ()),)
+    (note,) = stored_notes(HubFormat(names={"up.halved": made}), rows)
+    assert note.what == (
+        "stored tensors are converted by aten.mul.Tensor, which has no rule for parts: it reads 48 bytes whole, and so "
+        "does each rank that needs a part"
+    )

@@ -1,4 +1,4 @@
-"""Saves that cannot be written: one error on every rank, nothing of them stays, and training goes on."""
+"""Saves that cannot be written, are killed or take long: one error on every rank, whole saves, and training goes on."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ import math
 import os
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner import PlanError
+from planner import PlanError, plan
 from runtime.checkpoint.manifest import json_of
 from runtime.checkpoint.saves import check_writable, owned, prune, resolve, saves_in, verify
-from runtime.fuzz.forks import in_fork
+from runtime.engine.engine import Engine
+from runtime.fuzz.forks import ForkError, in_fork
+from tests.tools.checkpoints import Own, assert_same, own_checkpoint, write
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+from tests.tools.pretrained_ranks import stored
+from tests.tools.ranks import Ranks
 from tests.tools.resumed import (
+    die_in_a_save,
     fail_in_the_background_at_the_end,
     load_what_does_not_fit,
     save_on_a_full_disk,
     tied_copies,
     train_and_save,
 )
-from tests.tools.small_saves import newest_intact, save
+from tests.tools.small_saves import die_before, newest_intact, num_operations, save
 
 FULL = "cannot write the checkpoint: File too large"
 
@@ -195,3 +202,115 @@ def test_a_link_beside_latest_is_not_written_through(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
     with owned(run):
         assert [path.name for path in run.glob(".*.partial")] == []
+
+
+def count(directory: Path, step: int) -> int:
+    return num_operations(lambda: save(directory, step, 2.0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("step", [2, 1], ids=["the next step", "the same step again"])
+def test_a_kill_at_every_operation_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
+    save(tmp_path / "dry", 1, 1.0)
+    operations = in_fork(count, tmp_path / "dry", step)
+    assert operations >= 20
+    seen = []
+    for number in range(1, operations + 1):
+        run = tmp_path / str(number)
+        save(run, 1, 1.0)
+        die_before(number, partial(save, run, step, 2.0))
+        found = verify(resolve(run))
+        seen.append(found.extra["value"])
+        assert found.step == (1 if seen[-1] == 1.0 else step)
+        intact, skipped = newest_intact(run)
+        assert intact is not None
+        assert skipped == []
+        if number % 4 == 0:
+            assert_nothing_hinders(run)
+    assert seen == sorted(seen)
+    assert set(seen) == {1.0, 2.0}
+
+
+def assert_nothing_hinders(run: Path) -> None:
+    """What a killed save left is in nobody's way, and gone with the next owner."""
+    save(run, 3, 3.0)
+    assert verify(resolve(run)).step == 3
+    with owned(run):
+        saves = {f"step-{step:08d}" for step in (1, 2, 3)}
+        assert {path.name for path in run.iterdir()} <= {*saves, "latest", ".lock"}
+
+
+@pytest.mark.thorough
+def test_a_kill_of_the_first_save_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
+    operations = in_fork(count, tmp_path / "dry", 1)
+    for number in range(1, operations + 1, 2):
+        run = tmp_path / str(number)
+        die_before(number, partial(save, run, 1, 2.0))
+        for found in saves_in(run):
+            assert verify(found).extra == {"value": 2.0}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
+def test_a_rank_that_dies_in_a_save_ends_all_and_the_save_before_stays(lab: Lab, tmp_path: Path, wait: bool) -> None:
+    with pytest.raises(ForkError) as caught:
+        lab.run(Case("gpt", {"dp": 2}, job=die_in_a_save, job_arguments=(tmp_path, wait)))
+    assert "not finished" not in str(caught.value)
+    assert [save.name for save in saves_in(tmp_path)] == ["step-00000001"]
+    assert verify(resolve(tmp_path)).step == 1
+    assert newest_intact(tmp_path) == (tmp_path / "step-00000001", [])
+
+
+TIMEOUT_SECONDS, WRITE_SECONDS = 12.0, 14.0
+SPEC = {
+    "mesh": {"tp": 2},
+    "batch": {"global": 2, "micro": 2},
+    "inputs": {"ids": {"shape": [3], "dtype": "int64"}},
+}
+
+
+def save_slowly(source: str, target: str, disk_is_full: bool) -> str:
+    """The first and the last of four files take longer on their way to the disk than ranks wait for anything else."""
+    disk, num_syncs = os.fsync, 0
+
+    def slow(handle: int) -> None:
+        nonlocal num_syncs
+        num_syncs += 1
+        if num_syncs in (1, 4):
+            time.sleep(WRITE_SECONDS)
+        if disk_is_full and num_syncs == 2:
+            raise OSError(28, "No space left on device")
+        disk(handle)
+
+    decided = plan(Own(), SPEC)
+    _together(Path(source))  # planning takes each rank its own time, more than the groups would wait
+    os.fsync = slow
+    told = ""
+    with Engine(decided, timeout_seconds=TIMEOUT_SECONDS) as engine:
+        engine.load_pretrained(source)
+        try:
+            engine.save_pretrained(target, max_shard_bytes=80)
+        except PlanError as error:
+            told = error.what
+    return told
+
+
+def _together(directory: Path) -> None:
+    (directory / f"rank{os.environ['RANK']}").touch()
+    while len(list(directory.glob("rank*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("disk_is_full", [False, True], ids=["written", "full"])
+def test_peers_wait_for_a_slow_disk_beyond_the_groups_timeout(tmp_path, disk_is_full):
+    source = write(tmp_path / "in", own_checkpoint())
+    told = Ranks(2, "processes").run(save_slowly, str(source), str(tmp_path / "out"), disk_is_full)
+    if disk_is_full:
+        assert told == ["No space left on device", "rank 0: No space left on device"]
+        assert not (tmp_path / "out").exists()
+    else:
+        assert told == ["", ""]
+        assert_same(stored(tmp_path / "out"), own_checkpoint())

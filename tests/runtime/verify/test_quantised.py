@@ -21,8 +21,7 @@ pytest.importorskip("transformers")
 
 from planner.capture.model.reference import load_model
 from tests.models.hugging_face import LENGTH, ZOO, made
-from tests.runtime.checkpoint.test_fp4_weights import in_mxfp4
-from tests.runtime.checkpoint.test_fp8_weights import BLOCK, FP8, quantised, settings_of, write
+from tests.runtime.checkpoint.test_quantised_weights import BLOCK, FP8, in_mxfp4, quantised, settings_of, write
 from tests.tools.hub_directories import saved
 
 VOCABULARY = 257
