@@ -1,4 +1,4 @@
-"""`meshwright evaluate`: what it prints is what one process finds by definition; bad input is one message."""
+"""`meshwright evaluate` and `generate`: what they print is what the model itself finds; bad input is one message."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from examples.gpt import GPT
 from runtime.cli import app
 from runtime.data.reading import read_tokens
+from tests.tools.generation_jobs import greedy
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
 from tests.tools.score_jobs import Alone
@@ -52,8 +53,8 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(files: Path, *options: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["evaluate", f"{files}/model.py:build", f"{files}/spec.yaml", *options])
+def ran(files: Path, *options: str, code: int = 0, command: str = "evaluate") -> Any:
+    result = CliRunner().invoke(app, [command, f"{files}/model.py:build", f"{files}/spec.yaml", *options])
     assert result.exit_code == code, result.output
     return result
 
@@ -218,3 +219,56 @@ def test_processes_that_it_starts_find_what_one_does(files: Path) -> None:
         k: v for k, v in one.items() if k.startswith("num")
     }
     assert "the weights are the initial ones" in result.stderr
+
+
+TEXTS = ("The sea", "On", "A ship is")
+
+
+def test_prompts_are_continued_as_the_model_does(files: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(MODEL, namespace)
+    prompts = [option for text in TEXTS for option in ("--prompt", text)]
+    found = json.loads(ran(files, *prompts, "--max-new-tokens", "6", "--format", "json", command="generate").stdout)
+    expected = greedy(namespace["build"](), [list(text.encode()) for text in TEXTS], 6)
+    for text, each, tokens in zip(TEXTS, found, expected, strict=True):
+        tokens = tokens[: tokens.index(0) + 1] if 0 in tokens else tokens  # 0 ends a text of bytes
+        assert (each["prompt"], each["tokens"], each["is_stopped"]) == (text, tokens, tokens[-1] == 0)
+    whole = ran(files, *prompts, "--max-new-tokens", "6", "--format", "json", "--no-kv-cache", command="generate")
+    assert json.loads(whole.stdout) == found
+    assert "are not kept" not in whole.stderr
+
+
+BAD: dict[str, tuple[str, ...]] = {
+    "prompt 0 has 17 tokens": ("--prompt", "a" * 17, "--max-new-tokens", "1"),
+    "at:  --prompt\n": ("--prompt", "a", "--prompt", ""),
+    "prompt 1 is empty": ("--prompt", "a", "--prompt", ""),
+    "the temperature is -1.0": ("--prompt", "a", "--temperature", "-1"),
+    "top_p is 2.0": ("--prompt", "a", "--temperature", "1", "--top-p", "2"),
+    "--ema selects the weights of a save": ("--prompt", "a", "--ema"),
+    "nothing to load": ("--prompt", "a", "--load", "nowhere"),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("words", BAD)
+def test_a_bad_prompt_is_one_message(files: Path, words: str) -> None:
+    output = ran(files, *BAD[words], code=2, command="generate").output
+    assert "Traceback" not in output
+    assert words in output
+
+
+@pytest.mark.thorough
+def test_a_training_run_shows_how_its_model_writes(files: Path) -> None:
+    """The last sample is the text that the saved model continues with."""
+    (files / "text.txt").write_text("The ship goes down to the sea. " * 20)
+    options = ["--data", f"{files}/text.txt", "--steps", "4", "--quiet", "--save", f"{files}/run"]
+    given = ["train", f"{files}/model.py:build", f"{files}/spec.yaml", *options]
+    trained = CliRunner().invoke(app, [*given, "--sample-every", "2", "--sample-prompt", "The sea"])
+    assert trained.exit_code == 0, trained.output
+    shown = [line for line in trained.stderr.splitlines() if "continues: The sea" in line]
+    assert [line.partition(" continues")[0] for line in shown] == ["step 2", "step 4"]
+    found = ran(files, "--load", f"{files}/run", "--prompt", "The sea", command="generate").stdout
+    assert found.splitlines()[0] == shown[-1].partition("continues: ")[2]
+    alone = CliRunner().invoke(app, [*given, "--sample-every", "2", "--resume", "auto"])
+    assert alone.exit_code == 2
+    assert "add --sample-prompt TEXT" in alone.output

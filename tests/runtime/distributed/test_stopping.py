@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,10 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from runtime.distributed.launch import launch
+from runtime.distributed.faults.activity import Page, own_page
+from runtime.distributed.launch import STANDSTILL_SECONDS, RankError, Standstill, launch
+from runtime.distributed.rank_process import Outbox, Outcome
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine.engine import Engine
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
@@ -144,3 +148,63 @@ def test_a_signal_to_the_launcher_leaves_no_process_and_no_file(short_path):
         process.communicate(timeout=HANG_SECONDS)
         assert process.returncode == codes[number]
         assert_nothing_is_left(process, temporary)
+
+
+def stop_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2 * HANG_SECONDS)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_at_its_start_is_named_and_ends_all() -> None:
+    with pytest.raises(RankError, match=r"^rank 1: its process is stopped \(SIGSTOP\), seen for \d+ s$"):
+        launch(stop_rank_1, 2, timeout_seconds=HANG_SECONDS)
+
+
+def test_time_in_which_the_launcher_did_not_look_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(2 * HANG_SECONDS)
+        os._exit(0)
+    clock = [time.monotonic()]
+    monkeypatch.setattr("runtime.distributed.launch.time.monotonic", lambda: clock[0])
+
+    def look(after: float) -> list[int]:
+        clock[0] += after
+        return list(watched.look({3: child}))
+
+    try:
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        watched = Standstill()
+        assert look(1000.0) == []
+        assert look(1000.0) == []
+        assert [look(1.0) for _ in range(int(STANDSTILL_SECONDS))][-1] == [3]
+        os.kill(child, signal.SIGCONT)
+        os.waitpid(child, os.WCONTINUED)
+        assert look(1.0) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def refused(label: str) -> int:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_without_memfd_results_and_places_go_over_files_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a seccomp profile."""
+    monkeypatch.setattr(os, "memfd_create", refused, raising=False)
+    outbox = Outbox()
+    outbox.write(pickle.dumps(Outcome(0, result=5)))
+    read: Any = outbox.read()
+    assert read.result == 5
+    outbox.close()
+    page = Page()
+    page.write("step 3")
+    seen = Page.of(os.getpid(), page.descriptor)
+    assert seen is not None
+    assert seen.read() == "step 3"
+    assert own_page() is not None

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
-from planner import PlanError
+from passes.errors import PlanError
 from runtime.checkpoint.saves import saves_in
+from runtime.distributed.launch import RankError
+from runtime.distributed.stopping import announce_orders, asks
+from runtime.report.log import StepRow
 from runtime.training.job import Job, Trained
 from runtime.training.run import train
+from runtime.training.showing import Callback, Orders, Run
+from tests.tools.limits import HANG_SECONDS
 
 MODEL = """
 import torch
@@ -35,6 +40,7 @@ optimizer: {lr: %s, weight_decay: 0.0, schedule: {kind: linear, steps: 8, min_lr
 """
 CALLBACK = """
 import json
+import time
 from pathlib import Path
 
 def note(row):
@@ -44,7 +50,31 @@ def note(row):
 def fail(row):
     if row.step == 2:
         raise KeyError("no such figure")
+
+def steer(row, run):
+    run.log("own/square", row.loss ** 2)
+    if row.step == 2:
+        run.set_lr(0.5)
+    if row.step == 3:
+        run.save()
+    if row.step == 6:
+        run.stop()
+
+def back(row, run):
+    if row.step == 1:
+        run.set_lr(None)
+
+def wrong(row, run):
+    run.set_lr(float("nan"))
+
+def reads(row):
+    pass
+
+def waits(row, run):
+    if row.step == 2:
+        time.sleep(%d)
 """
+SHORT_SECONDS = 20.0  # the timeout of groups
 WANDB = """
 import json
 from pathlib import Path
@@ -72,15 +102,17 @@ def init(**given):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
+    """A training; ``calls``: the function of CALLBACK that is its callback."""
     (tmp_path / "packages").mkdir()
-    for name, text in (("tokens.py", MODEL), ("calls.py", CALLBACK), ("packages/wandb.py", WANDB)):
+    for name, text in (("tokens.py", MODEL), ("calls.py", CALLBACK % HANG_SECONDS), ("packages/wandb.py", WANDB)):
         (tmp_path / name).write_text(text)
     (tmp_path / "text.txt").write_text("all that is said here is said once more, and then again. " * 200)
 
-    def with_options(lr: str = "3.0e-2", min_lr: str = "0.0", **options: Any) -> Trained:
-        (tmp_path / "spec.yaml").write_text(SPEC % (lr, min_lr))
-        model, spec, data = f"{tmp_path / 'tokens.py'}:Tokens", str(tmp_path / "spec.yaml"), str(tmp_path / "text.txt")
-        return train(Job(model, spec, data, **{"num_steps": 8, "quiet": True, **options}))
+    def with_options(calls: str = "", lr: str = "3.0e-2", min_lr: str = "0.0", dp: int = 1, **options: Any) -> Trained:
+        (tmp_path / "spec.yaml").write_text((SPEC % (lr, min_lr)).replace("mesh: {}", f"mesh: {{dp: {dp}}}"))
+        names = f"{tmp_path / 'tokens.py'}:Tokens", str(tmp_path / "spec.yaml"), str(tmp_path / "text.txt")
+        own = {"callback": f"{tmp_path / 'calls.py'}:{calls}", "num_steps": 10} if calls else {"num_steps": 8}
+        return train(Job(*names, **{"quiet": True, **own, **options}), dp)
 
     return with_options
 
@@ -111,7 +143,7 @@ def test_a_run_that_gets_better_keeps_its_last_validation_alone_and_goes_to_its_
 @pytest.mark.thorough
 def test_a_callback_gets_each_row_and_wandb_each_figure(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
-    trained = run(num_steps=3, validate_every=2, callback=f"{tmp_path / 'calls.py'}:note", wandb="tokens")
+    trained = run("note", num_steps=3, validate_every=2, wandb="tokens")
     sys.modules.pop("wandb")
     logged = (tmp_path / "packages" / "logged").read_text().splitlines()
     told, run_id = logged[0], json.loads(logged[0].partition("}")[0] + "}")["id"]
@@ -146,7 +178,7 @@ def test_weights_and_biases_that_fails_ends_the_run_with_a_save(run, tmp_path, m
 
 def test_what_a_callback_raises_is_one_error_at_its_line(run, tmp_path):
     with pytest.raises(PlanError, match="the callback failed after step 2: KeyError") as error:
-        run(num_steps=3, callback=f"{tmp_path / 'calls.py'}:fail")
+        run("fail", num_steps=3)
     assert (Path(error.value.where.file).name, error.value.where.code) == (
         "calls.py",
         'raise KeyError("no such figure")',
@@ -179,3 +211,83 @@ def test_a_mixture_of_texts_trains_and_names_both_in_its_saves(run, tmp_path):
     assert len(run(num_steps=2, mixture=mixture, validate_every=2, save=str(tmp_path / "run")).rows) == 2
     rows = run(num_steps=3, mixture=mixture, save=str(tmp_path / "run"), resume="auto").rows
     assert [row.step for row in rows] == [3]
+
+
+def step_and_lr(trained: Trained) -> dict[int, float]:
+    return {row.step: row.lr for row in trained.rows}
+
+
+def test_all_ranks_take_another_rate_save_and_stop(run: Any, tmp_path: Path) -> None:
+    log, saves = tmp_path / "log.jsonl", tmp_path / "run"
+    trained = run("steer", dp=2, save=str(saves), log=str(log))
+    rates = step_and_lr(trained)
+    assert trained.stopped is None
+    assert list(rates) == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, rate in rates.items() if rate == 0.5] == [4, 5, 6, 7]
+    assert [save.name for save in saves_in(saves)] == ["step-00000004", "step-00000007"]
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["own/square"] for row in logged] == [row.loss**2 for row in trained.rows]
+
+
+def test_a_run_says_that_the_callback_stopped_it(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run("steer", save=str(tmp_path / "run"))
+    assert capfd.readouterr().err.count("stopped after step 7: the callback asked for it") == 1
+
+
+def test_a_resumed_run_keeps_the_rate_until_the_callback_returns_to_the_schedule(run: Any, tmp_path: Path) -> None:
+    saves = str(tmp_path / "run")
+    run("steer", save=saves, num_steps=5)
+    rates = step_and_lr(run("back", save=saves, resume="auto", num_steps=8))
+    assert rates == {step: 0.5 for step in (6, 7, 8)}
+    rates = step_and_lr(run("reads", save=saves, resume="auto", num_steps=9))
+    assert rates == {9: 0.5}
+
+
+def test_a_wrong_rate_is_refused_at_the_line_of_the_callback(run: Any) -> None:
+    with pytest.raises(PlanError, match="a learning rate is a number, 0 or more") as caught:
+        run("wrong")
+    assert caught.value.where.line == CALLBACK.splitlines().index('    run.set_lr(float("nan"))') + 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda run: run.save(), "add --save DIR"),
+        (lambda run: run.set_lr(-1.0), "0 or more"),
+        (lambda run: run.log("loss", 1.0), "every row has a figure of this name"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_once(ask: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ask(Run(10, has_saves=False, is_compared=False))
+
+
+def test_the_rate_of_a_compared_run_is_the_schedule() -> None:
+    with pytest.raises(ValueError, match="remove --compare"):
+        Run(10, has_saves=False, is_compared=True).set_lr(0.1)
+
+
+def test_orders_are_announced_until_they_are_taken() -> None:
+    announce_orders(False)
+    asked = Run(10, has_saves=True, is_compared=False)
+    asked.save()
+    assert asks() > 1
+    assert asked.orders() == Orders(save=True)
+    assert asks() == 0
+    assert asked.orders() == Orders()
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_one_that_hangs_before_a_save_is_named_at_its_line_and_the_save_before_it_stays(
+    run: Any, tmp_path: Path
+) -> None:
+    saves = tmp_path / "run"
+    with pytest.raises(RankError, match=r"rank 0 .*: stuck for \d+ s at calls.py:\d+ in waits"):
+        run("waits", dp=2, save=str(saves), save_every=1, timeout=SHORT_SECONDS)
+    assert [save.name for save in saves_in(saves)] == ["step-00000001"]
+
+
+def test_a_function_of_one_argument_gets_the_row_alone(run: Any, tmp_path: Path) -> None:
+    row = StepRow(1, 2.0, 3.0, 0.1, 4.0)
+    Callback(f"{tmp_path / 'calls.py'}:reads")(row, Run(1, has_saves=False, is_compared=False))

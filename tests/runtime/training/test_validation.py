@@ -16,8 +16,7 @@ from runtime.training.data import named_files
 from runtime.training.job import Job, Trained
 from runtime.training.run import train
 from runtime.training.validation import _added
-from tests.runtime.training.test_best import MODEL, SPEC
-from tests.runtime.training.test_callback import SHORT_SECONDS
+from tests.runtime.training.test_best import MODEL, SHORT_SECONDS, SPEC
 from tests.tools.limits import HANG_SECONDS
 
 METRICS = """
@@ -103,21 +102,25 @@ def test_figures_of_two_sets_are_the_same_on_two_dp_ranks(files: Path) -> None:
     assert len({round(value, 6) for value in logged[0]}) == 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("dp", "function", "words"),
     [
-        ("fails", "--metric failed: ValueError: no such label"),
-        ("list_of", "--metric returned [1, 2]"),
-        ("taken", "--metric returned 'loss'"),
-        ("no_number", "--metric: mine is nan / 1"),
-        ("nothing", "--metric: mine is"),
+        (1, "fails", "--metric failed: ValueError: no such label"),
+        (1, "list_of", "--metric returned [1, 2]"),
+        (1, "taken", "--metric returned 'loss'"),
+        (1, "no_number", "--metric: mine is nan / 1"),
+        (1, "nothing", "--metric: mine is"),
+        (2, "fails_of_texts:texts", "--metric failed: KeyError: 'no answer'\n  at:  metrics.py"),
+        (2, "no_number_of_texts:texts", "--metric: mine is nan / 2"),
     ],
 )
-def test_a_metric_that_fails_ends_the_run_with_a_save(files: Path, function: str, words: str) -> None:
+def test_a_metric_that_fails_ends_the_run_with_a_save(
+    files: Path, prompts: Path, dp: int, function: str, words: str
+) -> None:
     with pytest.raises(PlanError) as caught:
-        run(files, function=function, save=str(files / "run"))
-    assert words in caught.value.what
+        run(files, dp, function, save=str(files / "run"), prompts=str(prompts) if "texts" in function else None)
+    assert words in str(caught.value)
     assert [save.name for save in saves_in(files / "run")] == ["step-00000002"]
 
 
@@ -159,23 +162,6 @@ def test_a_metric_of_texts_gets_each_prompt_with_its_text_and_row(files: Path, p
         logged.append(row["letters"])
     assert logged == [logged[0]] * 2
     assert logged[0] > 0
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("fails_of_texts", "--metric failed: KeyError: 'no answer'\n  at:  metrics.py"),
-        ("no_number_of_texts", "--metric: mine is nan / 2"),
-    ],
-)
-def test_a_metric_of_texts_that_fails_ends_the_run_with_a_save(
-    files: Path, prompts: Path, function: str, words: str
-) -> None:
-    with pytest.raises(PlanError) as caught:
-        run(files, 2, f"{function}:texts", save=str(files / "run"), prompts=str(prompts))
-    assert words in str(caught.value)
-    assert [save.name for save in saves_in(files / "run")] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
