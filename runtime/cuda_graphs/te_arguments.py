@@ -8,7 +8,7 @@
 It knows no microbatches: the k-th backward of a chunk is taken for that of its k-th forward. Inputs of one signature
 (shapes, dtypes) share static memory in turn, by a first-in-first-out queue; whether they require a gradient is not
 looked at. It does not see that a backward is another microbatch's, or that two regions share an input of which only one
-wants the gradient. Tests hold what is made here against its rules (tests.tools.te_rules).
+wants the gradient. Tests hold what is made here against its rules (tests.runtime.cuda_graphs.test_te_rules).
 """
 
 from __future__ import annotations

@@ -52,6 +52,15 @@ def train_on(engine: Engine, batches: Sequence[dict[str, Tensor]]) -> Trained:
     return found, engine.gather_parameters()
 
 
+def trained(name: str, scope: list[str] | None, steps: int = 3, **sections: Any) -> Trained:
+    """By an engine of its own. Graphs, replays and static bytes are those of the plan."""
+    engine, entry = engine_of(name, scope, **sections)
+    with engine:
+        found = train(engine, entry, steps)
+        assert engine.graphs is None or figures(engine) == planned(engine, steps)
+        return found
+
+
 def differences(a: Trained, b: Trained) -> list[str]:
     """Where two runs are not the same to the last bit."""
     found = []

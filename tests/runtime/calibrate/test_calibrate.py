@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from passes.errors import PlanError
 from planner.cli import write_text
-from planner.cluster.cluster import read_cluster
+from planner.cluster.cluster import GPU_SLACK, read_cluster
 from planner.files.text import check_file
 from runtime.calibrate import run
+from runtime.calibrate.measuring import reserved_share, train
 from runtime.cli import app
 from runtime.distributed.launch import RankError
 
@@ -80,3 +82,18 @@ def test_this_machine_is_measured_and_its_file_is_read_again(tmp_path):
     assert cluster.device.flops["float32"] > cluster.device.flops["float64"] / 2
     text = path.read_text()
     assert all(kind in text for kind in ("all_reduce of", "all_gather of", "reduce_scatter of", "p2p of"))
+
+
+def test_recomputed_layers_have_the_gradients_of_kept_ones() -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        found.append(train(torch.device("cpu"), again=again, width=16, length=4))
+    assert all(torch.equal(kept, recomputed) for kept, recomputed in zip(*found, strict=True))
+    assert len(found[0]) == 4 * 6 + 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_reserves_a_plausible_share() -> None:
+    share = reserved_share(torch.device("cuda"))
+    assert share is None or GPU_SLACK <= share < 0.5

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from runtime.fuzz.forks import prepare
-from runtime.fuzz.run import Outcome, Verdict
+from runtime.fuzz.forks import StoreHost, in_fork, prepare
+from runtime.fuzz.run import CASE_SECONDS, Outcome, Verdict
 from tests.fuzz.drawing import campaign_of, case_with
+from tests.tools.planted.search import outcomes_of
+from tests.tools.planted.table import FAULTS
 
 FOUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a compiled piece that a backward reruns gives the tuple of a topk": (
@@ -131,3 +133,48 @@ def test_a_case_that_failed_is_equal(name: str, tmp_path: Path):
     model, spec = FOUND[name]
     prepare()
     assert campaign_of(0, 2, tmp_path).outcome_of(case_with(model, spec)) == Outcome(Verdict.EQUAL)
+
+
+MESHES = {"ep": {"mesh.dp": 2, "mesh.ep": 2}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2}}
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("axis", MESHES)
+@pytest.mark.parametrize("kind", ["rows", "dense", "stacked"])
+def test_experts_train_in_half_precision_as_in_one_process(kind: str, axis: str, half: str, tmp_path: Path):
+    prepare()
+    given = {"precision.parameters": "bfloat16", "half precision": half, "precision.loss_scale": "dynamic"}
+    case = case_with({"experts": kind, "routing": "steady"}, MESHES[axis] | given).sensible(2)
+    assert case.to_spec()["precision"]["parameters"] == half
+    assert campaign_of(0, 2, tmp_path).outcome_of(case) == Outcome(Verdict.EQUAL)
+
+
+def test_routers_that_follow_rounded_scores_are_not_drawn_in_half_precision():
+    case = case_with({"experts": "rows"}, {"precision.parameters": "bfloat16"}).sensible(2)
+    assert case.to_spec()["precision"]["parameters"] == "float32"
+
+
+OF_SEEDS = {
+    seed: [name for name, fault in FAULTS.items() if fault.seed == seed]
+    for seed in sorted({f.seed for f in FAULTS.values()})
+}
+
+
+@pytest.fixture(scope="module")
+def host() -> StoreHost:
+    prepare()
+    return StoreHost()
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", OF_SEEDS)
+def test_each_fault_planted_in_a_case_is_found_and_without_one_it_is_equal(seed: int, host: StoreHost):
+    limit = CASE_SECONDS * (1 + len(OF_SEEDS[seed]))
+    found = in_fork(outcomes_of, seed, OF_SEEDS[seed], host, timeout_seconds=limit)
+    wanted = {"": Verdict.EQUAL} | dict.fromkeys(OF_SEEDS[seed], Verdict.DIFFERS)
+    assert {name: outcome.verdict for name, outcome in found.items()} == wanted, found

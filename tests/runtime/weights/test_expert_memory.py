@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from passes.errors import PlanError
 from planner import meta_parameters
 from planner.frozen_plan import Plan
+from runtime.distributed.agreement import agree, broadcast_json
+from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models.plannable import MODELS, spec_of
 from tests.tools.captures import plan_again
 from tests.tools.chosen_cases import chosen
+from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.laboratory import session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.ranks import Ranks
@@ -111,3 +116,31 @@ def test_a_rank_has_its_part_of_the_experts_and_no_more(runs: dict[tuple[str, st
             assert found["held"][name] * parts == torch.Size(row.shape).numel(), name
         assert found["buffers"] == sum(found["held"].values())
         assert found["more"] < sum(found["memory"].values()) + 40_000, "something else is as large as experts"
+
+
+SIZE = 8
+
+
+def gather_without_the_device_group() -> dict[str, torch.Tensor]:
+    """The group for the device carries nothing from host memory: it is not there."""
+    rank = int(os.environ["RANK"])
+    plan = build_plan(build_model(), size=SIZE, pp=2)
+    with Engine(plan, program=lower(plan, rank), timeout_seconds=HANG_SECONDS) as engine:
+        engine.forward_backward(build_batch(SIZE, 0))
+        no_group: Any = "no group"
+        engine.groups.world = engine.groups.by_name["pp"] = no_group
+        assert broadcast_json(engine.groups, f"said by {rank}") == "said by 0"
+        with pytest.raises(PlanError, match="rank 1 will not"):
+            agree(engine.groups, PlanError("rank 1 will not", fix="wait") if rank else None)
+        engine.gather_gradients()
+        return engine.gather_parameters()
+
+
+@pytest.mark.slow
+def test_weights_and_objects_go_over_the_host_group_alone():
+    found, nothing = launch(gather_without_the_device_group, 2, timeout_seconds=HANG_SECONDS)
+    expected = dict(build_model().named_parameters())
+    assert nothing == {}
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name])

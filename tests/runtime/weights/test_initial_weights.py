@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from examples.gpt import GPT
@@ -18,7 +20,9 @@ from planner.spec.spec import Spec
 from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
 from runtime.verify.reference import OneProcess
-from runtime.weights.initial_weights import held_tensors
+from runtime.weights.initial_weights import fingerprint, fingerprint_of_model, held_tensors
+from runtime.weights.sources import BLOCK, blocks_of, normal
+from tests.tools.examples import examples
 from tests.tools.limits import HANG_SECONDS
 
 LENGTH, VOCABULARY, SIZE = 8, 37, 8
@@ -137,3 +141,107 @@ def test_parameters_buffers_and_constants_are_compared():
     kinds = {held.name: held.kind for held in held_tensors(decided)}
     assert {kinds[name] for name in ("frozen", "gpt.head.weight") if name in kinds} == {"parameter"}
     assert {kinds["noise"], kinds["weights"]} == {"buffer"}
+
+
+def drawn(shape=(700, 300), rows=None, num_threads=1, name="w", seed=1, dtype=torch.float32) -> torch.Tensor:
+    return normal(name, shape, dtype, seed=seed, std=0.5, rows=rows, num_threads=num_threads)
+
+
+WHOLE = {shape: drawn(shape) for shape in ((700, 300), (65_537,), (3, BLOCK), (5, 2, 3), (1,))}
+
+
+@examples(60)
+@given(st.sampled_from(sorted(WHOLE)), st.data(), st.sampled_from([1, 2, 5]))
+def test_rows_are_those_of_the_whole_whatever_the_number_of_threads(shape, data, num_threads):
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, shape[0]), st.integers(0, shape[0]))))
+    rows = drawn(shape, (start, stop), num_threads)
+    assert torch.equal(rows, WHOLE[shape][start:stop])
+
+
+def test_any_number_of_threads_draws_the_same():
+    assert torch.equal(drawn(num_threads=4), WHOLE[700, 300])
+
+
+def test_a_global_generator_and_the_number_of_torchs_threads_change_nothing():
+    threads = torch.get_num_threads()
+    try:
+        torch.manual_seed(99)
+        torch.set_num_threads(2)
+        assert torch.equal(drawn(), WHOLE[700, 300])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_names_seeds_and_blocks_differ():
+    values = WHOLE[700, 300]
+    assert not torch.equal(drawn(name="v"), values)
+    assert not torch.equal(drawn(seed=2), values)
+    flat = values.view(-1)
+    assert len({flat[start : start + 16].sum().item() for start in range(0, flat.numel(), BLOCK)}) == 4
+
+
+def test_the_values_are_normal():
+    flat = WHOLE[3, BLOCK].view(-1) / 0.5
+    assert flat.mean().item() == pytest.approx(0, abs=0.01)
+    assert flat.std().item() == pytest.approx(1, rel=0.01)
+    assert (flat.abs() < 1.96).double().mean().item() == pytest.approx(0.95, abs=0.002)
+
+
+def test_every_dtype_holds_the_same_values_rounded():
+    assert torch.equal(drawn(dtype=torch.bfloat16), WHOLE[700, 300].bfloat16())
+    assert torch.equal(drawn(dtype=torch.float64), WHOLE[700, 300].double())
+
+
+def test_a_shard_needs_the_blocks_that_it_is_in_and_no_others():
+    row = 4096
+    assert len(blocks_of(0, 32_000 * row)) == 2000
+    assert blocks_of(4000 * row, 8000 * row) == range(250, 500)
+    assert blocks_of(BLOCK - 1, BLOCK + 1) == range(2)
+    assert len(blocks_of(7, 7)) == 0
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64)
+
+
+def random(size: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(size, generator=torch.Generator().manual_seed(size)) * 100).to(dtype)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.sampled_from(DTYPES), st.data())
+def test_one_changed_element_changes_it(size, dtype, data):
+    tensor = random(size, dtype)
+    changed, place = tensor.clone(), data.draw(st.integers(0, size - 1))
+    changed[place] = 0 if changed[place] != 0 else 1  # in bfloat16 336 + 1 is 336
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+@given(st.integers(2, 5000), st.data())
+def test_two_exchanged_elements_change_it(size, data):
+    tensor = torch.arange(size, dtype=torch.float32)
+    a, b = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    changed = tensor.clone()
+    changed[a], changed[b] = tensor[b], tensor[a]
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+def test_it_does_not_depend_on_strides_offsets_or_the_object():
+    whole = random(6000, torch.float32).view(60, 100)
+    assert fingerprint(whole.t().contiguous().t()) == fingerprint(whole)
+    assert fingerprint(whole[1:]) == fingerprint(whole[1:].clone())
+    assert fingerprint(whole.view(-1)[1:]) == fingerprint(whole.view(-1)[1:].clone())
+    assert fingerprint(nn.Parameter(whole)) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("empty", [torch.empty(3, device="meta"), torch.empty(0)])
+def test_what_has_no_values_is_zero(empty):
+    assert fingerprint(empty) == 0
+
+
+def test_a_model_is_fingerprinted_with_tied_weights_and_buffers():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
+    model["b"].weight = model["a"].weight
+    found = fingerprint_of_model(model)
+    assert found["a.weight"] == found["b.weight"] != found["a.bias"]
+    assert {"norm.running_mean", "norm.num_batches_tracked"} < found.keys()
