@@ -18,6 +18,7 @@ from planner.command_group import App, Commands
 from runtime.cli import app
 from runtime.commands.evaluate import evaluate_command
 from runtime.commands.train import train_command
+from tests.tools.commands import python
 from tests.tools.limits import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -312,8 +313,7 @@ def test_advice_of_transformers_does_not_come_between_our_lines(tmp_path):
         "mesh: {tp: 1}\nbatch: {global: 2, micro: 1}\n"
         "inputs: {input_ids: {shape: [16], dtype: int64, high: 64}, labels: {like: input_ids}}\n"
     )
-    command = [sys.executable, "-m", "runtime.cli", "plan", f"{model}:build", str(spec), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_SECONDS)
+    done = python("-m", "runtime.cli", "plan", f"{model}:build", spec, "--format", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mesh"]["tp"] == 1
     assert "advice" not in done.stderr

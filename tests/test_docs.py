@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from passes.lower import PASSES
+from tests.test_words import comments, docstrings
 from tests.tools.paths import ROOT
-from tests.tools.product_strings import comments, docstrings
 from tests.tools.tiers import MARKS, TIERS
 
 pytestmark = pytest.mark.check

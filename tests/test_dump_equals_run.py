@@ -13,11 +13,11 @@ from planner.spec.spec import Spec
 from runtime.fuzz.forks import StoreHost, in_fork
 from tests.models.plannable import MODELS, build, spec_of
 from tests.tools.captures import captured_again, plan_again
-from tests.tools.chosen_cases import chosen
 from tests.tools.counted_calls import STEPS, run_counted
 from tests.tools.laboratory import session_lab
 from tests.tools.paths import ROOT
 from tests.tools.ranks import Ranks
+from tests.tools.tiers import chosen
 
 # over etp a rank passes on what came to it, and tokens that go once to a rank are as many as the routing says
 ROUTED = ("all_to_all", "etp"), ("all_to_all", "ep")

@@ -1,19 +1,18 @@
-"""Imports point one way, and the planner touches neither process groups nor devices."""
+"""Imports point one way, public names are looked up when read, and a directory that hides a package is named."""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.tools.limits import HANG_SECONDS
+import meshwright
+from tests.tools.commands import python
+from tests.tools.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 UPSTREAM = {"passes": {"planner", "runtime"}, "planner": {"runtime"}}
 NO_TORCH = (
     *("mesh", "ranks", "sharding/buckets"),
@@ -65,14 +64,14 @@ def test_tests_are_no_package():
 
 def test_groups_and_schedules_load_no_torch():
     code = "import sys, planner.cli, planner.mesh, planner.pipeline.schedule\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_is_given_a_plan_loads_no_capture():
     """A third of the time in which it starts."""
     code = "import sys, runtime.training.loop\nassert not {'torch._dynamo', 'planner.captured'} & {*sys.modules}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -90,3 +89,76 @@ def test_every_dependency_is_imported_by_something():
         for name in imported(path)
     }
     assert {name for name in names if MODULES.get(name, name) not in roots} == set()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", meshwright.__all__)
+def test_each_public_name_is_what_its_home_defines(name):
+    value = getattr(meshwright, name)
+    assert value.__name__ == name
+    assert value.__module__.split(".")[0] in ("planner", "passes", "runtime")
+
+
+def test_type_checkers_read_the_same_names():
+    stub = ast.parse(Path(meshwright.__file__).with_name("__init__.pyi").read_text())
+    imported = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(filter(None, imported)) == sorted(meshwright.__all__)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'plann'"):
+        getattr(meshwright, "plann")  # noqa: B009 - the attribute is looked up at run time
+
+
+def test_import_loads_no_other_package():
+    done = python(
+        "-c", "import sys; before = set(sys.modules); import meshwright; print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert loaded & {"torch", "planner", "passes", "runtime", "numpy", "pydantic"} == set()
+
+
+def test_version_is_the_one_that_the_command_prints():
+    done = python("-c", "from meshwright.__main__ import main; main()", "--version")
+    assert done.stdout == f"meshwright {meshwright.__version__}\n"
+
+
+HIDDEN = "import sys; sys.modules.update(dict.fromkeys(['fcntl', 'resource', 'multiprocessing.forkserver']));"
+
+
+@pytest.mark.thorough
+def test_plan_needs_no_module_that_only_posix_has(tmp_path):
+    output = tmp_path / "plan.json"
+    arguments = ["plan", str(ROOT / "examples/gpt.py:build"), str(ROOT / "examples/gpt.yaml"), "--format", "json"]
+    done = python("-c", HIDDEN + "from meshwright.__main__ import main; main()", *arguments, "-o", str(output))
+    assert done.returncode == 0, done.stderr
+    assert output.exists()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("package", ["planner", "passes", "runtime"])
+@pytest.mark.parametrize("code", ["from meshwright import plan", "import meshwright.shadow as s; s.refuse_shadows()"])
+def test_shadowed_package_is_named(tmp_path, package, code):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    done = python("-c", code, cwd=tmp_path)
+    assert f"{tmp_path / package} hides meshwright's package '{package}'" in done.stderr
+    assert f"fix: rename your directory '{package}'" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("package", ["planner", "passes", "runtime"])
+def test_the_command_reports_it_in_one_error(tmp_path, package):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    done = python("-c", "from meshwright.__main__ import main; main()", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"ImportError: {tmp_path / package} hides meshwright's package '{package}'")
+    assert "Traceback" not in done.stderr
+
+
+def test_directory_that_is_no_package_hides_nothing(tmp_path):
+    (tmp_path / "runtime").mkdir()
+    done = python("-c", "from meshwright.shadow import refuse_shadows; refuse_shadows()", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

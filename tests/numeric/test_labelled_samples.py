@@ -21,10 +21,10 @@ from runtime.data.token_writer import TokenWriter
 from runtime.data.tokens import LABEL, ROW, Piece, Tokens
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
-from tests.tools.hand_tokens import by_hand
 from tests.tools.paths import ROOT
 from tests.tools.ranks import Ranks
 from tests.tools.simulated_mesh import equals_one_process
+from tests.tools.texts import by_hand
 
 LENGTH, VOCABULARY = 1024, 64
 LABELS = (1, 900, 37, 300)

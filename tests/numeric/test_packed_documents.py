@@ -21,8 +21,8 @@ from runtime.data.tokens import Tokens
 from tests.models.of_documents import FOUND_IN_POSITIONS, LENGTH, VOCABULARY, Attention, build
 from tests.numeric.test_half_precision import alone, distance
 from tests.tools.captures import plan_again
-from tests.tools.hand_tokens import by_hand
 from tests.tools.simulated_mesh import equals_one_process, run_mesh, spec_of
+from tests.tools.texts import by_hand
 
 CUT = {"tensor_parallel": {"sequence_parallel": True, "vocabulary_multiple": 8}}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, object]]] = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.covering import cover, sample
+from tests.tools.tiers import cover, sample
 
 pytestmark = pytest.mark.check
 VALUES = st.tuples(*(st.integers(0, most) for most in (3, 2, 4, 1)))

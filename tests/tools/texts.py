@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from runtime.data.tokens import SENTENCE, WORD, Tokenization, Tokens
 
@@ -34,3 +36,41 @@ def _marks(text: bytes) -> list[int]:
         is_sentence = byte == ord(".") or (is_sentence and not here)
         is_word = not here
     return found
+
+
+def by_hand(*documents: list[int], vocabulary_size: int = 256, **special: int) -> Tokens:
+    """Tokens of these documents, each a word."""
+    ids = np.array([i for document in documents for i in document], np.int64)
+    ends = np.cumsum([len(document) for document in documents])
+    words = np.array([len(document) for document in documents])
+    how = Tokenization("by hand", vocabulary_size, special)
+    return Tokens(ids, ends, np.ones(len(ids), np.uint8), words, how, "by hand", str(hash(tuple(ids.tolist()))))
+
+
+TEXT = ["the cat sat on the mat", "the dog sat on the log", "a cat and a dog, the best of them. Ünïcode!"] * 4
+
+
+def bpe_file(path: Path, size: int = 300) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def word_piece_file(path: Path, size: int = 120) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.save(str(path))
+    return path

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
-
-from tests.tools.covering import cover, sample
 
 # Examples of a property that names no number; others in proportion.
 EXAMPLES = {"check": 10, "test": 30, "pairs": 100, "all": 100}
@@ -138,3 +138,47 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return str([_text(part) for part in value])
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
+
+
+def cover(cases: Mapping[str, Iterable[str]], strength: int, wholes: Iterable[Iterable[str]] | None = None) -> set[str]:
+    """The ids of a covering array, found greedily: any ``strength`` values that meet in a case meet in a chosen one.
+
+    ``cases``: id -> values, each with the name of its parameter. A case of fewer values counts as what it has.
+    ``wholes``: of each case, more that stands in a chosen one, by itself.
+    """
+    singles = ([] for _ in cases) if wholes is None else wholes
+    open_tuples = {
+        case: _tuples(sorted(values), strength) | _tuples(sorted(single), 1)
+        for (case, values), single in zip(cases.items(), singles, strict=True)
+    }
+    chosen: set[str] = set()
+    while any(open_tuples.values()):
+        best = min(open_tuples, key=lambda case: (-len(open_tuples[case]), _shuffled(case)))
+        chosen.add(best)
+        met = open_tuples.pop(best)
+        open_tuples = {case: left - met for case, left in open_tuples.items()}
+    return chosen
+
+
+def sample(ids: Collection[str], most: int) -> set[str]:
+    """``most`` of the ids, spread over them; all where there are no more. Other ids change few of those chosen."""
+    return set(sorted(ids, key=_shuffled)[:most])
+
+
+def _tuples(values: list[str], strength: int) -> set[tuple[str, ...]]:
+    return set(combinations(values, min(strength, len(values)))) - {()}
+
+
+def _shuffled(case: str) -> tuple[int, str]:
+    """An order that is the same everywhere, in which neighbours of a list do not stand together."""
+    return crc32(case.encode()), case
+
+
+def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Values of the parameter ``name`` of all tests in the fixture's file that this session runs, each once.
+
+    A fixture that runs every case for all tests of a file would run those that a tier leaves out too.
+    """
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(of_case[name] for of_case in params if name in of_case))

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tests.test_words import comments, docstrings, messages
 from tests.tools.paths import ROOT
-from tests.tools.product_strings import comments, docstrings, messages
 
 BANNED = (
     "tells?", "told", "telling", "meets?", "met", "who", "whose", "whom", "dealt", "deals?", "dealing",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from planner import PlanError, plan
 from runtime import Engine
 from runtime.audit.audit import AuditError, AuditWarning, is_equal, refuse_too_large
 from runtime.audit.own_module import Tolerance
+from tests.tools.commands import python
 from tests.tools.laboratory import Case
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
 
 SPEC: dict[str, Any] = {
     "mesh": {},
@@ -268,14 +266,7 @@ def test_train_ends_with_exit_code_1_and_one_message(tmp_path):
     for name, text in (("counting.py", MODEL), ("spec.yaml", COUNTED), ("calls", "0")):
         (tmp_path / name).write_text(text)
     command = ["train", f"{tmp_path / 'counting.py'}:Counting", str(tmp_path / "spec.yaml"), "--data", "stdlib"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "runtime.cli", *command, "--steps", "80", "--audit", "1", "--quiet"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ended = python("-m", "runtime.cli", *command, "--steps", "80", "--audit", "1", "--quiet")
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert re.search(r"^Error: audit of step \d+: the engine has loss \d", ended.stderr, re.MULTILINE)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ from runtime.checkpoint.saves import resolve, verify
 from runtime.cli import app
 from runtime.engine.engine import Engine
 from tests.tools.checkpoints import Own, assert_same, own_engine
-from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
+from tests.tools.commands import python
 from tests.tools.pretrained_ranks import batch, plan_of, save_random
 from tests.tools.resumed import stored as values_of
 from tests.tools.small_saves import save
@@ -140,9 +137,7 @@ def test_listing_loads_no_model_code(tmp_path: Path) -> None:
         "import sys; from runtime.cli import app; app(['checkpoint', sys.argv[1], '--verify'], standalone_mode=False)\n"
     )
     code += "assert 'transformers' not in sys.modules and 'planner.api' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    done = python("-c", code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "intact, latest" in done.stdout
 

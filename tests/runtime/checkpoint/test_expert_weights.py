@@ -20,10 +20,10 @@ from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models import experts, hugging_face
 from tests.tools.captures import plan_again
-from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.ranks import Ranks
+from tests.tools.tiers import chosen
 
 LENGTH = min(experts.LENGTH, hugging_face.LENGTH)
 VOCABULARY = min(experts.VOCABULARY, hugging_face.VOCABULARY)

@@ -17,8 +17,8 @@ from runtime.engine.engine import Engine
 from runtime.verify.reference import OneProcess
 from tests.tools import pretrained_ranks as ranks
 from tests.tools.checkpoints import assert_same, cut_short
-from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
+from tests.tools.tiers import chosen
 
 pytest.importorskip("transformers")
 

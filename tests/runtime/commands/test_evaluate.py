@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from typer.testing import CliRunner
 from examples.gpt import GPT
 from runtime.cli import app
 from runtime.data.reading import read_tokens
+from tests.tools.commands import python
 from tests.tools.generation_jobs import greedy
-from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
 from tests.tools.score_jobs import Alone
 
 TEXT = "The ship goes down to the sea. Over the sea it goes, and no one is on the ship.\n"
@@ -203,16 +200,7 @@ def test_processes_that_it_starts_find_what_one_does(files: Path) -> None:
     options = ("--data", f"{files}/text.txt", "--stride", "8", "--format", "json")
     one = json.loads(ran(files, *options).stdout)
     (files / "spec.yaml").write_text(SPEC.replace("mesh: {}", "mesh: {tp: 2}"))
-    command = [
-        sys.executable,
-        "-m",
-        "runtime.cli",
-        "evaluate",
-        f"{files}/model.py:build",
-        f"{files}/spec.yaml",
-        *options,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT, check=True)
+    result = python("-m", "runtime.cli", "evaluate", f"{files}/model.py:build", f"{files}/spec.yaml", *options)
     two = json.loads(result.stdout)
     assert two["log_probability"] == pytest.approx(one["log_probability"], rel=1e-6)
     assert {k: v for k, v in two.items() if k.startswith("num")} == {

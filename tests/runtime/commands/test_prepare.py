@@ -15,8 +15,9 @@ from typer.testing import CliRunner, Result
 from passes.errors import PlanError
 from runtime.cli import app
 from runtime.data.reading import read_tokens
+from tests.tools.commands import python
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.tokenizer_files import bpe_file
+from tests.tools.texts import bpe_file
 
 
 def prepare(*arguments: str | Path) -> Result:
@@ -114,9 +115,7 @@ finally: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 
 def peak_mib(text: Path, out: Path) -> int:
-    command = [sys.executable, "-c", PEAK, str(text), "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
-    return int(done.stdout.rpartition("peak ")[2])
+    return int(python("-c", PEAK, text, "-o", out).stdout.rpartition("peak ")[2])
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from runtime.data.reading import read_tokens
 from runtime.data.token_file import check_content, files_in
 from runtime.data.tokens import LABEL, ROW
 from tests.tools.chat_tokenizers import chat_directory, talk
-from tests.tools.tokenizer_files import bpe_file
+from tests.tools.texts import bpe_file
 
 pytest.importorskip("transformers")
 

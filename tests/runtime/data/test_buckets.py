@@ -22,7 +22,7 @@ from runtime.data.tokens import Tokenization, Tokens
 from runtime.training.data import read_mixture
 from runtime.training.job import Job
 from runtime.training.options import TrainOptions
-from tests.tools.hand_tokens import by_hand
+from tests.tools.texts import by_hand
 
 LENGTHS = [4, 8, 16]
 

@@ -15,7 +15,7 @@ from passes.partition.batch.id_ranges import IdRange
 from planner.spec.inputs import InputSpec
 from runtime.data.reading import check_vocabulary, read_tokens, split
 from runtime.data.tokens import Tokens
-from tests.tools.hand_tokens import by_hand
+from tests.tools.texts import by_hand
 
 
 def test_the_standard_library_is_a_text_of_its_own() -> None:

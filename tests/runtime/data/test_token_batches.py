@@ -16,8 +16,7 @@ from passes.errors import PlanError
 from planner.spec.spec import Spec
 from runtime.data.token_batches import Permutation, Prefetched, TokenBatches, token_batches
 from runtime.data.tokens import Tokens
-from tests.tools.hand_tokens import by_hand
-from tests.tools.texts import tokens_of
+from tests.tools.texts import by_hand, tokens_of
 
 LENGTH = 4
 TOKENS = {"shape": [LENGTH], "dtype": "int64", "high": 256}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from runtime.distributed import this_host
 from runtime.distributed.devices import Launched, choose_device, known_rank, launched
 from runtime.distributed.launch import launch
 from runtime.profiling.memory import compare_memory
-from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
+from tests.tools.commands import python
 
 ENVIRONMENTS = {
     "alone": ({}, Launched(None, 1)),
@@ -150,9 +147,7 @@ def test_a_directory_whose_sockets_would_have_too_long_names_is_refused(monkeypa
 
 @pytest.mark.thorough
 def test_the_limit_of_open_files_is_raised_or_refused() -> None:
-    command = [sys.executable, "-c", LIMITED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
-    raised, what, at, fix = done.stdout.splitlines()
+    raised, what, at, fix = python("-c", LIMITED).stdout.splitlines()
     assert raised == "(80, 80)"
     assert what == "a process may have 32 files open, and ranks need 64 or more"
     assert at == "  at:  the limit of open files"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 
 from runtime.distributed.faults.watch import start_of
 from runtime.distributed.rank_process import Launcher
+from tests.tools.commands import python
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
 
 PROGRAM = """
 import sys
@@ -34,9 +33,7 @@ THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(1000
 
 
 def seen(program: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+    done = python("-c", program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -90,9 +87,8 @@ def test_another_pythons_fork_server_is_left_alone_in_silence() -> None:
 
 
 def test_a_terminal_that_has_ascii_alone_shows_a_plan() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-c", "from runtime import cli; cli.app = lambda **_: print('2 × 3'); cli.main()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+    code = "from runtime import cli; cli.app = lambda **_: print('2 × 3'); cli.main()"
+    done = python("-c", code, PYTHONIOENCODING="ascii")
     assert done.stdout == "2 ? 3\n", done.stderr
 
 

@@ -10,8 +10,8 @@ from passes.parameters import LocalParameter
 from passes.types.types import I
 from runtime.optimizer.main_shards import squared_norm
 from tests.tools import zero1_ranks as ranks
-from tests.tools.chosen_cases import chosen
 from tests.tools.laboratory import session_lab
+from tests.tools.tiers import chosen
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 1e-2}
 FULL_BYTES = {("float32", "float32"): (8, 8), ("bfloat16", "float32"): (6, 12), ("bfloat16", "bfloat16"): (4, 16)}

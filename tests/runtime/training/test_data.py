@@ -24,7 +24,7 @@ from runtime.training.data import check_source, run_data
 from runtime.training.job import Job
 from runtime.training.loop import run_rank
 from runtime.training.validation import validate
-from tests.tools.tokenizer_files import bpe_file
+from tests.tools.texts import bpe_file
 
 MODEL = """
 import torch

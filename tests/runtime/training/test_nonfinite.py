@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,10 @@ from runtime import Engine
 from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
 from runtime.training.loop import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
+from tests.tools.commands import python
 from tests.tools.laboratory import Case, Lab, spec_of
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.own_parameters import own_parameters
-from tests.tools.paths import ROOT
 
 LINES = Path(fragile.__file__).read_text().splitlines()
 
@@ -289,14 +286,7 @@ optimizer: {lr: 1.0e+30, clip_grad_norm: null}
 def test_training_ends_with_exit_code_1_and_one_message(tmp_path):
     (tmp_path / "spec.yaml").write_text(SPEC)
     command = ["train", "examples/gpt.py:build", str(tmp_path / "spec.yaml"), "--data", "stdlib", "--steps", "6"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "runtime.cli", *command, "--nproc", "2"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    ended = python("-m", "runtime.cli", *command, "--nproc", "2")
     assert ended.returncode == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("Error: step 2 has NaN or Inf (loss ") == 1

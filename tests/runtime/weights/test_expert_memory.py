@@ -19,11 +19,11 @@ from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models.plannable import MODELS, spec_of
 from tests.tools.captures import plan_again
-from tests.tools.chosen_cases import chosen
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.laboratory import session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.ranks import Ranks
+from tests.tools.tiers import chosen
 
 MESHES = {
     "dp4 ep2": {"dp": 4, "ep": 2},

@@ -14,7 +14,7 @@ from planner.spec.inputs import DataSpec
 from planner.spec.spec import Spec
 from runtime.data.objectives.next_token import BLOCK, fill, next_token
 from runtime.data.tokens import Tokens
-from tests.tools.hand_tokens import by_hand
+from tests.tools.texts import by_hand
 
 pytestmark = pytest.mark.check
 ROLES = {"tokens", "labels", "positions"}

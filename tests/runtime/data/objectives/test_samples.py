@@ -28,8 +28,7 @@ from runtime.data.token_batches import make_objective
 from runtime.data.tokens import LABEL, ROW, Piece, Tokenization, Tokens, with_end
 from runtime.evaluation.rows import windows_of
 from tests.tools.examples import examples
-from tests.tools.hand_tokens import by_hand
-from tests.tools.texts import STORY, tokens_of
+from tests.tools.texts import STORY, by_hand, tokens_of
 
 BEGIN, END = 1, 2
 ROLES = {"tokens": (8,), "positions": (8,)}

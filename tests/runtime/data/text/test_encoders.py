@@ -18,7 +18,7 @@ from runtime.data.reading import read_tokens
 from runtime.data.text import encoders as tokenizer_file
 from runtime.data.text.encoders import ByteEncoder, TokenizerFile, marks_of
 from runtime.data.tokens import SENTENCE, WORD, TextPart
-from tests.tools.tokenizer_files import bpe_file, word_piece_file
+from tests.tools.texts import bpe_file, word_piece_file
 
 TEXTS = st.text(alphabet="ab.!? \n\t", max_size=40).map(str.encode)
 

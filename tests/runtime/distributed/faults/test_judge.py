@@ -19,8 +19,8 @@ from planner.pipeline.schedule import Action
 from runtime.distributed.faults.activity import BATCH, FORWARD, SEARCH, UPDATE, Activity, Now
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.watch import REMOTE_SECONDS, STOPPED_SECONDS, Judge, Watch, host_key, start_of, state_of
+from tests.tools.commands import python
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.paths import ROOT
 
 
 def pulse(beat: int, host: str = "here", **more: bool) -> Pulse:
@@ -106,8 +106,8 @@ sys.exit(2)
 
 
 def test_a_refused_rank_ends_with_its_exit_code_though_its_threads_are_in_the_store() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, timeout=HANG_SECONDS)
-    assert done.returncode == 2, done.stderr.decode()
+    done = python("-c", PROGRAM)
+    assert done.returncode == 2, done.stderr
 
 
 def _watches(*hosts: str) -> list[Watch]:
