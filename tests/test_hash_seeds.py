@@ -21,6 +21,7 @@ from planner.lower import lower
 from planner.search.search import search
 from planner.search.winner import result_sections
 from tests.models import deep, families, hugging_face
+from tests.tools.paths import ROOT
 from tests.tools.simulated_mesh import spec_of
 
 SEEDS = ("0", "1", "2")
