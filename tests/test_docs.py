@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from passes.lower import PASSES
-from tests.test_words import comments, docstrings
 from tests.tools.paths import ROOT
 from tests.tools.tiers import MARKS, TIERS
+from tests.tools.words import comments, docstrings
 
 pytestmark = pytest.mark.check
 
