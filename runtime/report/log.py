@@ -104,22 +104,37 @@ class StepRow:
     seconds_left: float | None = None
 
 
-def make_row(
-    step: int,
-    report: StepReport,
-    planned: Planned,
-    *,
-    one_process_loss: float | None = None,
-    data_seconds: float = 0.0,
-    seconds_left: float | None = None,
-    validation_loss: float | None = None,
-) -> StepRow:
-    """``data_seconds``: the time to make the step's batch. Waits for the device if the step still runs."""
-    is_alone = one_process_loss is None  # else rank 0 trains the single process too: that others wait for it is no news
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """``loss``: of the first set. ``figures``: the others, as the log names them."""
+
+    loss: float
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The figures of rank 0 besides the engine's report of a step. ``step``: its number, from 1.
+
+    ``one_process_loss``: of the single process, if it runs; ``data_seconds``: to make the batch; ``validation``: after
+    the step, if due. ``place``: of the batch's length among those of the plan.
+    """
+
+    step: int
+    one_process_loss: float | None = None
+    data_seconds: float = 0.0
+    validation: Validation | None = None
+    place: int = -1
+
+
+def make_row(report: StepReport, planned: Planned, seen: Seen, seconds_left: float | None = None) -> StepRow:
+    """Waits for the device if the step still runs."""
+    # beside a single process the others wait for rank 0, which trains it too: no news
+    is_alone = seen.one_process_loss is None
     seconds, bubble = report.seconds, report.bubble
     flops_per_s = planned.flops / seconds if planned.flops and seconds else None
     return StepRow(
-        step,
+        seen.step,
         report.loss,
         report.grad_norm,
         report.lr,
@@ -127,12 +142,12 @@ def make_row(
         report.skipped,
         imbalance=report.imbalance if report.expert_tokens else None,
         dropped=report.dropped_share if report.drops else None,
-        one_process_loss=one_process_loss,
+        one_process_loss=seen.one_process_loss,
         slow_rank=str(report.slow_rank) if report.slow_rank is not None and is_alone else None,
         loss_scale=report.loss_scale,
-        validation_loss=validation_loss,
+        validation_loss=None if seen.validation is None else seen.validation.loss,
         step_seconds=seconds or None,
-        data_share=data_seconds / (data_seconds + seconds) if seconds else None,
+        data_share=seen.data_seconds / (seen.data_seconds + seconds) if seconds else None,
         flops_per_s=flops_per_s,
         peak_share=flops_per_s / planned.peak if flops_per_s and planned.peak else None,
         memory_bytes=report.memory_bytes,

@@ -26,14 +26,15 @@ from runtime.distributed.same_options import require_same, told_to_all
 from runtime.distributed.stopping import Stopping, stop_requested
 from runtime.engine.engine import Engine
 from runtime.profiling.profile import Profile, Window
+from runtime.report.log import Seen, Validation
 from runtime.report.step_report import StepReport
 from runtime.shared_plan import Planned
 from runtime.training.data import RunData, run_data
 from runtime.training.job import FRESH, Job, Trained, plan_of, spec_of
 from runtime.training.saving import RunSaves, say
-from runtime.training.showing import Orders, Samples, Seen, Showing
-from runtime.training.validation import Best, Metric, TextMetric, Validation, metric_of, validate
-from runtime.verify.alone import ignored_apart
+from runtime.training.showing import Orders, Samples, Showing
+from runtime.training.validation import Best, Metric, TextMetric, metric_of, validate
+from runtime.verify.batches import ignored_apart
 from runtime.verify.reference import OneProcess, with_values
 
 LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's

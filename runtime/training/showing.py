@@ -26,31 +26,16 @@ from runtime.distributed.groups import Groups
 from runtime.distributed.stopping import announce_orders
 from runtime.engine.engine import Engine
 from runtime.engine.prompts import codec_of, fitted, tokens_of
-from runtime.report.log import Log, Pace, Planned, StepRow, TensorBoard, WandB, draw_curve, make_row, rows_until
+from runtime.report.log import Log, Pace, Planned, Seen, StepRow, TensorBoard, WandB, draw_curve, make_row, rows_until
 from runtime.report.progress import Progress, Sink
 from runtime.report.step_report import StepReport
 from runtime.training.job import Job
-from runtime.training.validation import Validation, tokenizer_of
+from runtime.training.validation import tokenizer_of
 
 FORMS = (
     "FILE.py:FUNCTION, a function of the row of a step (loss, validation_loss, step …) and, if it takes two arguments, "
     "of the run (stop, set_lr, save, log)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The figures of rank 0 besides the engine's report of a step. ``step``: its number, from 1.
-
-    ``one_process_loss``: of the single process, if it runs; ``validation``: after the step, if due. ``place``: of
-    the batch's length among those of the plan.
-    """
-
-    step: int
-    one_process_loss: float | None
-    data_seconds: float
-    validation: Validation | None
-    place: int = -1
 
 
 class Showing:
@@ -106,15 +91,7 @@ class Showing:
         if not self.leads:
             return
         self._warn_of_imbalance(report, seen.step)
-        row = make_row(
-            seen.step,
-            report,
-            self._planned[seen.place],
-            one_process_loss=seen.one_process_loss,
-            data_seconds=seen.data_seconds,
-            seconds_left=self.pace.seconds_left(seen.step),
-            validation_loss=None if seen.validation is None else seen.validation.loss,
-        )
+        row = make_row(report, self._planned[seen.place], seen, self.pace.seconds_left(seen.step))
         self.rows.append(row)
         own = {} if seen.validation is None else dict(seen.validation.figures)
         if self.failure is None:

@@ -38,7 +38,7 @@ from runtime.data.token_file import files_in, is_token_file, open_token_file
 from runtime.distributed.agreement import agree, agreed, all_gather_json, broadcast_json
 from runtime.engine.engine import Engine
 from runtime.engine.prompts import codec_of, fitted, tokens_of
-from runtime.report.log import StepRow
+from runtime.report.log import StepRow, Validation
 from runtime.training.job import Job
 from runtime.training.saving import prune_on_rank_0, say
 
@@ -54,14 +54,6 @@ class HeldOut:
 
     name: str
     batches: OfLength | BucketBatches
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """``loss``: of the first set. ``figures``: the others, as the log names them."""
-
-    loss: float
-    figures: Mapping[str, float]
 
 
 def validate(sets: tuple[HeldOut, ...], engine: Engine, metric: Metric | TextMetric | None) -> Validation:

@@ -39,7 +39,7 @@ from runtime.checkpoint.conversion import described
 from runtime.checkpoint.pretrained_load import find_in, read_whole
 from runtime.checkpoint.weight_files import WeightFiles
 from runtime.optimizer.scalars import LearningRate
-from runtime.verify.alone import each_document_alone
+from runtime.verify.batches import each_document_alone
 from runtime.weights.initial_weights import fingerprint_of_model
 from runtime.weights.sources import weight_source
 

@@ -31,8 +31,7 @@ from runtime.distributed.agreement import agreed
 from runtime.distributed.launch import RankError, launch
 from runtime.engine.engine import Engine
 from runtime.shared_plan import Planned, planned, shared
-from runtime.verify.alone import ignored_apart
-from runtime.verify.batches import random_batch
+from runtime.verify.batches import ignored_apart, random_batch
 from runtime.verify.comparison import Beside, EngineStep, Row
 from runtime.verify.mutants import without_collective
 from runtime.verify.named_draws import NamedDraws, draws_of_lengths

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from planner import plan
 from runtime import Engine
-from runtime.report.log import Planned, StepRow, make_row
+from runtime.report.log import Planned, Seen, StepRow, make_row
 from runtime.report.progress import format_row
 from runtime.report.step_report import Contents, PlanWarning, StepClock, StepReport, warn_of
 
@@ -112,13 +112,14 @@ def test_a_row_sets_what_a_step_did_beside_the_plan():
     scale = torch.tensor(1024.0)
     contents = Contents(num_notes=len(told), places=[(0, 0), (1, 0)], pipelines=[0, 0])
     report = StepReport(figures, 0.1, clock, contents, scale=scale)
-    row = make_row(7, report, Planned(flops=6e9, peak=1e12, bubble=0.25), data_seconds=report.seconds, seconds_left=3.0)
+    seen = Seen(7, data_seconds=report.seconds)
+    row = make_row(report, Planned(flops=6e9, peak=1e12, bubble=0.25), seen, seconds_left=3.0)
     assert (row.step, row.loss, row.loss_scale, row.seconds_left) == (7, 0.5, 1024.0, 3.0)
     assert row.bubble == pytest.approx(1 - (3 / 4 + 2 / 4) / 2)
     assert (row.planned_bubble, row.memory_bytes, row.data_share) == (0.25, 1 << 31, 0.5)
     assert row.flops_per_s == pytest.approx(6e9 / report.seconds)
     assert row.peak_share == pytest.approx(6e9 / report.seconds / 1e12)
-    bare = make_row(7, StepReport(figures[:3], 0.1, clock), Planned(0.0, 0.0, 0.25))
+    bare = make_row(StepReport(figures[:3], 0.1, clock), Planned(0.0, 0.0, 0.25), Seen(7))
     absent = ("bubble", "planned_bubble", "memory_bytes", "flops_per_s", "peak_share", "loss_scale", "seconds_left")
     assert [getattr(bare, name) for name in absent] == [None] * len(absent)
     assert pickle.loads(pickle.dumps(report)).bubble == report.bubble

@@ -14,7 +14,7 @@ from planner import plan
 from planner.spec.spec import Spec
 from runtime.training.job import Job
 from runtime.training.run import train
-from runtime.verify.alone import each_document_alone
+from runtime.verify.batches import each_document_alone
 from runtime.verify.reference import OneProcess, Untouched
 from runtime.verify.run import verify
 from tests.models.of_mixers import Mixing, convolution
