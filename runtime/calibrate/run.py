@@ -21,19 +21,9 @@ from passes.errors import PlanError, RunError
 from planner.cluster.cluster import Cluster
 from planner.spec.fields import json_schema
 from planner.spec.messages import spec_error
+from runtime.calibrate import measuring
 from runtime.calibrate.fit import cluster_of
 from runtime.calibrate.found import Clock, Found, Machine, Timed
-from runtime.calibrate.measuring import (
-    attention,
-    exchanges,
-    measured_mesh,
-    moved,
-    overlap,
-    product,
-    products,
-    reserved_share,
-    small,
-)
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
@@ -107,20 +97,20 @@ def _measure(machine: Machine, clock: Clock, number: int) -> Found:
     with torch.enable_grad():
         return Found(
             machine,
-            products=tuple(tell("products", lambda: list(products(clock, skipped)))),
-            attention=tuple(tell("attention", lambda: list(attention(clock)))),
-            moved=tuple(tell("memory", lambda: list(moved(clock)))),
-            small=tell("small ops", lambda: small(clock)),
-            exchanges=tuple(tell("exchanges", lambda: list(exchanges(longer)))) if several else (),
-            before=Timed("product", 0.0, longer.seconds(product(longer))) if several else None,
-            overlap=tell("a product during a collective", lambda: overlap(clock)) if several else None,
+            products=tuple(tell("products", lambda: list(measuring.products(clock, skipped)))),
+            attention=tuple(tell("attention", lambda: list(measuring.attention(clock)))),
+            moved=tuple(tell("memory", lambda: list(measuring.moved(clock)))),
+            small=tell("small ops", lambda: measuring.small(clock)),
+            exchanges=tuple(tell("exchanges", lambda: list(measuring.exchanges(longer)))) if several else (),
+            before=Timed("product", 0.0, longer.seconds(measuring.product(longer))) if several else None,
+            overlap=tell("a product during a collective", lambda: measuring.overlap(clock)) if several else None,
             skipped=tuple(skipped),
         )
 
 
 @contextmanager
 def _opened(size: int, timeout_seconds: float) -> Iterator[Groups]:
-    mesh, combined = measured_mesh(size)
+    mesh, combined = measuring.measured_mesh(size)
     groups = open_groups(mesh, {}, (), timeout_seconds=timeout_seconds, combined=combined)
     try:
         yield groups
@@ -138,7 +128,7 @@ def _machine(groups: Groups, load: float) -> Machine:
         context = whole - free - torch.cuda.memory_reserved(groups.device)
         gpu = torch.cuda.get_device_properties(groups.device)
         backend = groups.backend or "nccl"
-        processors, slack = gpu.multi_processor_count, reserved_share(groups.device)
+        processors, slack = gpu.multi_processor_count, measuring.reserved_share(groups.device)
         rows = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=groups.device)
         cudnn = torch._fused_sdp_choice(rows, rows, rows) == SDPBackend.CUDNN_ATTENTION.value
         return Machine(gpu.name, backend, size, 0, whole, load, version, processors, context, slack, cudnn)

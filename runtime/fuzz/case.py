@@ -24,22 +24,7 @@ from planner.spec.lines import read_yaml
 from planner.spec.spec import Spec
 from runtime.fuzz import specs
 from runtime.fuzz.forks import in_fork
-from runtime.fuzz.specs import (
-    AXES,
-    CONTINUED,
-    FIELDS,
-    ROWS,
-    Choices,
-    Facts,
-    Options,
-    continued_on,
-    draw,
-    listed,
-    simpler,
-    spec_of,
-    told,
-    world_size,
-)
+from runtime.fuzz.specs import Choices, Facts, Options
 
 VERSION = 5
 _FIX = "give a file that the same command wrote"
@@ -98,7 +83,7 @@ class Case:
         self, seed: int | str, simplest: float, axis: str, most_ranks: int, kept: Choices | None = None
     ) -> Case:
         options = self.model.options
-        spec = draw(options, seed, simplest=simplest)
+        spec = specs.draw(options, seed, simplest=simplest)
         for name, chance in specs.RARE.items():
             if Random(f"{seed}/rare {name}").random() < chance:
                 spec[name] = options[name][0]
@@ -119,17 +104,17 @@ class Case:
         return self.model.build(self.spec["seed"])
 
     def to_spec(self) -> dict[str, Any]:
-        return spec_of(self.spec, self.model.facts, self.model.base)
+        return specs.spec_of(self.spec, self.model.facts, self.model.base)
 
     @property
     def is_local(self) -> bool:
         """Whether each rank is given the rows of its dp rank alone."""
-        return self.spec[ROWS] == "own"
+        return self.spec[specs.ROWS] == "own"
 
     def continued(self) -> dict[str, Any] | None:
         """The spec of the layout that resumes from a save of this one."""
-        axis = self.spec[CONTINUED]
-        return None if axis == "nothing" else continued_on(self.to_spec(), axis)
+        axis = self.spec[specs.CONTINUED]
+        return None if axis == "nothing" else specs.continued_on(self.to_spec(), axis)
 
     def simpler(self, most_ranks: int) -> list[Case]:
         """The model or the spec as simple as can be, then every case that differs by one simpler option."""
@@ -137,7 +122,7 @@ class Case:
         found = [replace(self, model=model) for model in models[:1]]
         found += [replace(self, spec=self.spec | {n: options[n][0] for n in names}) for names in self._groups()]
         found += [replace(self, model=model) for model in models[1:]]
-        found += [replace(self, spec=spec) for spec in simpler(self.spec, options)]
+        found += [replace(self, spec=spec) for spec in specs.simpler(self.spec, options)]
         legal = [one.sensible(most_ranks) for one in found]
         return [one for one in legal if one != self]
 
@@ -148,7 +133,7 @@ class Case:
         return [rest, *([name for name in rest if name.startswith(f"{section}.")] for section in sections)]
 
     def __str__(self) -> str:
-        return f"model: {self.model}; spec: {told(self.spec, self.model.options)}"
+        return f"model: {self.model}; spec: {specs.told(self.spec, self.model.options)}"
 
     def save(self, path: Path) -> None:
         """Raises OSError."""
@@ -161,7 +146,7 @@ class Case:
         values = read_json(path, "case", fix=_FIX)
         try:
             model = read(values["model"])
-            return cls(model, listed(values["spec"], model.options))
+            return cls(model, specs.listed(values["spec"], model.options))
         except (KeyError, TypeError, ValueError, AttributeError):
             raise PlanError("this is not a case of this version", where=shorten(path), fix=_FIX) from None
 
@@ -194,13 +179,13 @@ class OwnModel:
     @property
     def pinned(self) -> Choices:
         """The fields that the spec writes."""
-        found = {name: value for name in FIELDS if (value := _at(self.base, name)) is not None}
+        found = {name: value for name in specs.FIELDS if (value := _at(self.base, name)) is not None}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
     @property
     def options(self) -> dict[str, tuple[Any, ...]]:
         pinned = self.pinned
-        found = FIELDS | _OF_DRAWN_MODELS | {"microbatches": (None,)}
+        found = specs.FIELDS | _OF_DRAWN_MODELS | {"microbatches": (None,)}
         return {name: (pinned[name],) if name in pinned else values for name, values in found.items()}
 
     def build(self, seed: int) -> nn.Module:
@@ -227,11 +212,11 @@ def _captured(own: OwnModel) -> tuple[int, bool]:
 
 def _check_axes(spec: Spec, own: OwnModel, most_ranks: int) -> None:
     pinned = own.pinned
-    axes = {f"mesh.{axis}": pinned.get(f"mesh.{axis}", 1) for axis in AXES}
-    if world_size(axes) > most_ranks:
-        what = f"the spec's mesh has {world_size(axes)} ranks, but a case has at most {most_ranks}"
-        raise spec.error("mesh", what, f"give --nproc {world_size(axes)}, or reduce the mesh")
-    if all(f"mesh.{axis}" in pinned for axis in AXES):
+    axes = {f"mesh.{axis}": pinned.get(f"mesh.{axis}", 1) for axis in specs.AXES}
+    if specs.world_size(axes) > most_ranks:
+        what = f"the spec's mesh has {specs.world_size(axes)} ranks, but a case has at most {most_ranks}"
+        raise spec.error("mesh", what, f"give --nproc {specs.world_size(axes)}, or reduce the mesh")
+    if all(f"mesh.{axis}" in pinned for axis in specs.AXES):
         what = f"the spec writes {', '.join(axes)}: no layout remains to draw"
         raise spec.error("mesh", what, "remove one of them, or set it to auto; `meshwright verify` runs one layout")
 
