@@ -39,7 +39,8 @@ def _versions() -> tuple[tuple[str, str], ...]:
         required = requires(PACKAGE) or []
     except PackageNotFoundError:  # run from a checkout that is not installed
         required = ["torch"]
-    names = [*(_name_of(line) for line in required if "extra ==" not in line), *EXTRAS]
+    needed = (_NAME.match(line) for line in required if "extra ==" not in line)
+    names = [*(name[0] for name in needed if name), *EXTRAS]
     own = (PACKAGE, installed_version(PACKAGE)), ("Python", platform.python_version())
     return *own, *((name, installed_version(name)) for name in names)
 
@@ -50,10 +51,6 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _name_of(requirement: str) -> str:
-    return _NAME.match(requirement)[0]  # pyright: ignore[reportOptionalSubscript]
 
 
 def _machine() -> tuple[tuple[str, str], ...]:

@@ -301,7 +301,9 @@ def _problem(manifest: Manifest) -> str:
     for name, entry in manifest.tensors.items():
         boxes, item_bytes = entry.boxes, sum(_ITEM_BYTES[dtype] for dtype in entry.values.values())
         for (file, *_), box in zip(entry.pieces, boxes, strict=True):
-            if not _is_inside(box, entry.shape) or file >= len(held):
+            ends = zip(box.start, box.stop, entry.shape, strict=False)
+            fits = len(box.start) == len(box.stop) == len(entry.shape) and all(a < b <= n for a, b, n in ends)
+            if not fits or file >= len(held):
                 return f"a piece of {name[:200]!r} lies outside the tensor, or in no file"
             held[file] += box.num_elements * item_bytes
         corners += num_corners(entry.shape, boxes)
@@ -320,12 +322,6 @@ def _problem(manifest: Manifest) -> str:
         if size > file.bytes:
             return f"{file.name} is smaller than its listed contents"
     return ""
-
-
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if not len(box.start) == len(box.stop) == len(shape):
-        return False
-    return all(a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True))
 
 
 def _damaged(path: Path, how: str) -> PlanError:

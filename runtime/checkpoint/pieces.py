@@ -63,7 +63,8 @@ def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], opt
     path, digest, size = directory / f"rank-{rank:05d}.safetensors", xxhash.xxh3_128(), 0
     with path.open("xb") as file:
         for part in (header_of(piece.entry for piece in ordered), *ordered):
-            content = memoryview(part if isinstance(part, bytes) else _bytes_of(part.values))
+            values = part if isinstance(part, bytes) else part.values.detach().cpu().contiguous().view(-1)
+            content = memoryview(values if isinstance(values, bytes) else values.view(torch.uint8).numpy().data)
             for start in range(0, len(content), _CHUNK):
                 digest.update(content[start : start + _CHUNK])
                 file.write(content[start : start + _CHUNK])
@@ -167,10 +168,6 @@ def _expected(manifest: Manifest, files: Iterable[int]) -> dict[int, dict[str, t
 def _described(values: Any) -> tuple[tuple[int, ...], str]:
     dtype = DTYPES.get(str(values.get_dtype()))
     return tuple(values.get_shape()), str(dtype).removeprefix("torch.")
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _not_as_said(path: Path, how: str) -> PlanError:

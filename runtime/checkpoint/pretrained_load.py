@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,13 @@ def load_pretrained(
             made = {**{name: copies[0] for name, copies in found.parameters.items()}, **found.buffers}
             with shown_if_slow(f"loading {shorten(files.directory)}"):
                 read_all(files, made, weights, opened)
-            rest(frozenset(made), partial(_full, files, found, plan.hub))
+            by_base = {base: each for name, each in made.items() for base in _base_names(plan.hub, (name,))}
+            rest(frozenset(made), lambda base_name: whole_of(files, by_base[base_name]))
             kept.texts.update(texts)
             kept.names.clear()
-            kept.names.update(names_of_files(_by_base_name(found, plan.hub)))
+            copies = {**found.parameters, **{name: (each,) for name, each in found.buffers.items()}}
+            named = ((base, each) for name, each in copies.items() for base in _base_names(plan.hub, (name,)))
+            kept.names.update(names_of_files(named))
 
 
 # ---- which file holds which tensor
@@ -237,18 +240,6 @@ def read_all(
     for fqn, value in weights.kept.tensors.items():
         if fqn in made:
             read_whole(files, made[fqn], value)
-
-
-def _full(files: SafetensorsFiles, found: Found, hub: HubFormat, base_name: str) -> Tensor:
-    """The full tensor of a base, by its name there."""
-    made = {base: made[0] for fqn, made in found.parameters.items() for base in _base_names(hub, (fqn,))}
-    return whole_of(files, made[base_name])
-
-
-def _by_base_name(found: Found, hub: HubFormat) -> Iterator[tuple[str, tuple[Assembly, ...]]]:
-    for name, made in (*found.parameters.items(), *((name, (made,)) for name, made in found.buffers.items())):
-        for base in _base_names(hub, (name,)):
-            yield base, made
 
 
 def read_whole(files: SafetensorsFiles, made: Assembly, target: Tensor) -> None:

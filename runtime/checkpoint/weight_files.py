@@ -114,7 +114,8 @@ class WeightFiles(SafetensorsFiles):
             scale = self._held(of.scale, tuple((0, n) for n in of.scale.shape))
             scale = scale.reshape(of.grid if scale.numel() == prod(of.grid) else (1,) * len(of.grid)).expand(of.grid)
             scale = scale[(*place, *(slice(*end) for end in ends))]
-        scale = _float(scale).reshape([z - a for a, z in ends])
+        is_exponent = scale.dtype == torch.uint8  # of 2
+        scale = (scale.view(torch.float8_e8m0fnu) if is_exponent else scale).float().reshape([z - a for a, z in ends])
         for dim, ((a, z), (begin, _), b) in enumerate(zip(ranges, ends, of.block, strict=True)):
             scale = scale.index_select(dim, torch.arange(a, z) // b - begin)
         return scale
@@ -208,11 +209,6 @@ def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
 
 def _is_block(value: object) -> TypeGuard[Sequence[int]]:
     return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
-
-
-def _float(scale: Tensor) -> Tensor:
-    """Bytes are exponents of 2."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
 
 
 def _settings(directory: Path) -> Mapping[str, Any]:

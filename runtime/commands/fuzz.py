@@ -61,7 +61,9 @@ def fuzz_command(
 
     asked.check()
     if asked.case is not None:
-        _check_alone(model)
+        if model is not None:
+            what = "--case cannot be combined with MODEL: the file of a case contains its model"
+            raise PlanError(what, where="--case", fix="remove MODEL and SPEC")
         run_again(Case.load(asked.case, lambda values: OwnModel(**values)), asked)
     reference, given = _needed(model, spec)
     prepare()
@@ -99,12 +101,6 @@ def run_again(given: Case, asked: Options) -> None:
 def say(words: str) -> None:
     """Progress is for the error stream."""
     typer.echo(words, err=True)
-
-
-def _check_alone(model: str | None) -> None:
-    if model is not None:
-        what = "--case cannot be combined with MODEL: the file of a case contains its model"
-        raise PlanError(what, where="--case", fix="remove MODEL and SPEC")
 
 
 def _needed(model: str | None, spec: Path | None) -> tuple[str, Path]:

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,10 @@ def check_compiler(asked: bool | str, device: torch.device) -> None:
             what = f"triton is not installed, and compile: true needs it for kernels on {device}"
             raise PlanError(what, where=_AT, fix=f"pip install triton{_ELSE}")
         return
-    names = _cpp_compilers()
+    from torch._inductor import config  # it takes a second to import, and few runs compile
+
+    compilers: Any = config.cpp.cxx
+    names = [name for name in (compilers if isinstance(compilers, (list, tuple)) else (compilers,)) if name]
     if not any(shutil.which(name) for name in names):
         what = f"no C++ compiler found ({', '.join(names)}), and compile: true needs one for {device}"
         raise PlanError(what, where=_AT, fix=f"install the package g++, or set CXX to a compiler{_ELSE}")
@@ -84,14 +88,6 @@ def check_machine(spec: Spec) -> None:
     with spec.locating():
         check_backend(spec.cuda_graphs.impl, device)
         check_compiler(spec.compile, device)
-
-
-def _cpp_compilers() -> list[str]:
-    """Those that Inductor tries, in its order."""
-    from torch._inductor import config  # it takes a second to import, and few runs compile
-
-    given = config.cpp.cxx
-    return [name for name in (given if isinstance(given, (list, tuple)) else (given,)) if name]
 
 
 def check_backend(impl: str, device: torch.device) -> None:

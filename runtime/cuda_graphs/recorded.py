@@ -232,7 +232,8 @@ class RecordedGraph:
         if not isinstance(to, PoolTensor) or isinstance(source, PoolTensor):
             return False
         running = (op for op in reversed(self._ops) if isinstance(op, _Op) and op.copies_when_awaited)
-        owner = next((op for op in running if any(_is_in(v, to) for v in tree_leaves((op.args, op.kwargs)))), None)
+        places = ((op, v) for op in running for v in tree_leaves((op.args, op.kwargs)) if isinstance(v, PoolTensor))
+        owner = next((op for op, place in places if place.block == to.block), None)
         if owner is not None:
             owner.copies_when_awaited = False
         return owner is not None
@@ -313,10 +314,6 @@ def poison(tensor: Tensor) -> None:
 def _number_of(generator: torch.Generator) -> int:
     """Of a generator; an op is given another object for it."""
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _is_in(value: Any, place: PoolTensor) -> bool:
-    return isinstance(value, PoolTensor) and value.block == place.block
 
 
 def _bound(tree: Any, pool: Pool) -> Any:

@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from passes.base import RankProgram
@@ -300,20 +300,14 @@ def backward_order(regions: Sequence[Region]) -> list[Region]:
 
 def regions_of(program: RankProgram) -> list[list[Region]]:
     """For each chunk its regions, in the order in which they run."""
-    read = (value for stage in program.stages for value in _read(stage.module))
-    readers = Counter(id(value) for value in read)
+    nodes = [(m, n) for m in (stage.module for stage in program.stages) for n in m.graph.find_nodes(op="get_attr")]
+    readers = Counter(id(attrgetter(node.target)(module)) for module, node in nodes for _ in node.users)
 
     def region(call: RegionCall, held: list[Any]) -> Region:
         trained = [v for v in held if isinstance(v, nn.Parameter) and v.requires_grad]
         return Region(call, held, [v for v in trained if readers[id(v)] == 1], program.random)
 
     return [[region(call, held) for call, held in calls_of(stage)] for stage in program.stages]
-
-
-def _read(module: fx.GraphModule) -> list[Any]:
-    """The module's own tensors that ops read, one entry for each use."""
-    nodes = module.graph.find_nodes(op="get_attr")
-    return [attrgetter(node.target)(module) for node in nodes for _ in node.users]
 
 
 class _Replay(torch.autograd.Function):

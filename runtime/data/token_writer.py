@@ -76,7 +76,10 @@ class TokenWriter:
                 self._write("marks", whole.marks)
                 self.num_tokens += len(whole.ids)
                 if piece.closes:
-                    self._close_document()
+                    self._write("ends", np.array([self.num_tokens]))
+                    self._write("words", np.array([self._words_open]))
+                    self.num_documents += 1
+                    self.num_words += self._words_open
             if piece.closes:
                 self._words_open = self._tokens_open = 0
 
@@ -135,12 +138,6 @@ class TokenWriter:
             files=sizes,
             made=None if made is None else dict(made),
         )
-
-    def _close_document(self) -> None:
-        self._write("ends", np.array([self.num_tokens]))
-        self._write("words", np.array([self._words_open]))
-        self.num_documents += 1
-        self.num_words += self._words_open
 
     def _write(self, name: str, values: np.ndarray) -> None:
         content = values.astype(self._dtypes[name], copy=False).tobytes()

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -51,7 +52,10 @@ def run_rank(given: Given, function: Callable[..., Any], args: tuple[Any, ...]) 
     os.environ.update(given.environment)
     use(given.page)
     threading.Thread(target=_exit_with_parent, args=(given.alive, given.launcher), daemon=True).start()
-    watch.last_words = lambda failure: outbox.write(pickle.dumps(_heard(rank, failure)))
+    of_a_peer = partial(Outcome, rank, of_a_peer=True)
+    watch.last_words = lambda failure: outbox.write(
+        pickle.dumps(of_a_peer(failure=failure, last_line=str(failure), seconds=time.monotonic()))
+    )
     torch.set_num_threads(1)
     try:
         outcome = Outcome(rank, result=function(*args))
@@ -72,10 +76,6 @@ def run_rank(given: Given, function: Callable[..., Any], args: tuple[Any, ...]) 
     # No interpreter shutdown: a process group that a failed rank left open may wait there for its peers.
     watch.leave()
     os._exit(0 if not outcome.failed else 2 if outcome.error else 1)
-
-
-def _heard(rank: int, failure: Failure) -> Outcome:
-    return Outcome(rank, failure=failure, of_a_peer=True, last_line=str(failure), seconds=time.monotonic())
 
 
 def _exit_with_parent(alive: Connection, launcher: Launcher) -> None:

@@ -67,8 +67,9 @@ def require_same_options(
     if place.world_size == 1:
         return
     texts = {
-        _named(field.name): _text(getattr(options, field.name), is_place=field.name in places)
+        _named(field.name): str(value) if field.name not in places else "none" if value is None else "one"
         for field in fields(options)
+        for value in [getattr(options, field.name)]
         if field.name not in own
     } | keys
     seat = Seat(socket.gethostname(), identity={"WORLD_SIZE": str(place.world_size), **texts}, error=error)
@@ -129,7 +130,3 @@ def _keys_in(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, s
             yield from _keys_in(value, at)
         elif at != "cluster":
             yield f"{at} of the spec", str(value).rpartition("/")[2] if is_named(value) else str(value)
-
-
-def _text(value: Any, *, is_place: bool) -> str:
-    return str(value) if not is_place else "none" if value is None else "one"

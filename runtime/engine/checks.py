@@ -62,7 +62,8 @@ def require_same_code(plan: Plan, program: RankProgram, groups: Groups, *, is_gi
 
     The same call on every rank. A program that the caller gave (``is_given``) is not compared.
     """
-    found = all_gather_json(groups, {} if is_given else _code_of(plan, program, groups), _texts)
+    own = {} if is_given else _code_of(plan, program, groups)
+    found = all_gather_json(groups, own, lambda texts: {str(name): str(text) for name, text in texts.items()})
     for name in sorted({name for of_rank in found for name in of_rank}):
         told = {rank: of_rank[name] for rank, of_rank in enumerate(found) if name in of_rank}
         require_equal(f"{name} (by hash)", told, len(found))
@@ -103,10 +104,6 @@ def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
 
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _texts(values: dict[str, str]) -> dict[str, str]:
-    return {str(name): str(value) for name, value in values.items()}
 
 
 def check_attention(plan: Plan, groups: Groups) -> None:

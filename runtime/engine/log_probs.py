@@ -225,11 +225,8 @@ class Scoring:
             dist.all_reduce(total, group=self.groups.world)
         size = self.layout.global_size // self.layout.dp
         rows = slice(self.layout.dp_rank * size, (self.layout.dp_rank + 1) * size) if local else slice(None)
-        return self._checked(total.cpu()[:, rows])
-
-    def _checked(self, total: Tensor) -> Scores:
-        times = total[COUNT]
-        if (times > 1).any():
+        total = total.cpu()[:, rows]
+        if ((times := total[COUNT]) > 1).any():
             what = f"the loss scores a label of batch[{self.key!r}] {int(times.max())} times, which is ambiguous"
             raise PlanError(what, where="batch", fix="score a model that predicts each label once")
         return Scores(self.key, total[LOG_PROBABILITY], total[IS_TOP] > 0, times > 0)

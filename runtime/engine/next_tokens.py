@@ -115,7 +115,10 @@ class NextRows:
         last, stages = built.headed(executor.stages, ROW)
         if last is not None:
             self._wanted = getattr(last.module, WANTED)
-        self._precision = max((torch.finfo(p.dtype).eps for s in stages for p in _floats(s.module)), default=0.0)
+        self._precision = max(
+            (torch.finfo(p.dtype).eps for s in stages for p in s.module.parameters() if p.is_floating_point()),
+            default=0.0,
+        )
         self.executor = executor.over(stages)
 
     def rows(self, step: Step, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,10 +164,6 @@ class NextRows:
         chosen, times, wrong = total.cpu()
         _check(times, wrong, positions)
         return chosen.tolist()
-
-
-def _floats(module: torch.nn.Module) -> list[Tensor]:
-    return [p for p in module.parameters() if p.is_floating_point()]
 
 
 def _check(times: Tensor, faults: Tensor, positions: Sequence[int]) -> None:

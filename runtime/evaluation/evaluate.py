@@ -189,11 +189,12 @@ class Perplexity:
         return {k: v if math.isfinite(v) else None for k, v in found.items()} | asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
+        ignored = f", beside {self.num_ignored:,} that the loss ignores" if self.num_ignored else ""
         return [
             ("perplexity", f"{self.perplexity:.6g}"),
             ("  over", f"{self.num_original:,} {self.counted}"),
             ("perplexity of its own tokens", f"{self.of_tokens:.6g}"),
-            ("  over", f"{self.num_scored:,} tokens" + _beside(self.num_ignored, "that the loss ignores")),
+            ("  over", f"{self.num_scored:,} tokens{ignored}"),
             ("sum of log P", f"{self.log_probability:.6f} nats"),
             ("windows", f"{self.num_windows:,} of {self.length} tokens, stride {self.stride}"),
         ]
@@ -227,7 +228,3 @@ class Cloze:
 
 def _exp(x: float) -> float:
     return math.exp(x) if x < math.log(float.fromhex("0x1.fffffffffffffp+1023")) else math.inf
-
-
-def _beside(number: int, what: str) -> str:
-    return f", beside {number:,} {what}" if number else ""

@@ -268,7 +268,8 @@ class _Run(fx.Interpreter):
             return min(own, key=lambda maker: maker.place)
         if _ELSEWHERE in known:
             return _ELSEWHERE
-        if bad == "infinity" and (_MEANT in known or _asks_for_infinity(node)):
+        given = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, float)]
+        if bad == "infinity" and (_MEANT in known or any(map(math.isinf, given))):
             return _MEANT
         return self.watch.made(self.stage, self.microbatch, node, (*self.place, self.index[node]), bad)
 
@@ -327,11 +328,6 @@ class _Run(fx.Interpreter):
                     watch.gradient(stage, microbatch, None)
 
             value.register_hook(arrived)
-
-
-def _asks_for_infinity(node: fx.Node) -> bool:
-    found = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, float)]
-    return any(math.isinf(v) for v in found)
 
 
 def _returned(graph: fx.Graph) -> list[fx.Node]:

@@ -78,14 +78,11 @@ def _call(phases: Sequence[tuple[Now, float, float]]) -> Iterator[Span]:
     (now, start, _), (_, _, end) = phases[0], phases[-1]
     step = now.step + 1 if now.phase == STEP else 0
     yield Span(f"step {step}", "step", start, end, step) if step else Span(now.phase, "call", start, end)
-    for phase in phases:
-        yield _inner(*phase, step)
-
-
-def _inner(now: Now, start: float, end: float, step: int) -> Span:
-    if now.action is not None:
-        return Span(str(now.action), "action", start, end, step, now.stage, now.action)
-    return Span(NAMES.get(now.phase, now.phase), "phase", start, end, step)
+    for now, start, end in phases:
+        if now.action is None:
+            yield Span(NAMES.get(now.phase, now.phase), "phase", start, end, step)
+        else:
+            yield Span(str(now.action), "action", start, end, step, now.stage, now.action)
 
 
 def trace_of(ranks: Sequence[Sequence[Span]], planned: PlannedRun, mesh: Mesh, notes: dict[str, Any]) -> dict[str, Any]:

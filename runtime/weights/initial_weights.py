@@ -116,7 +116,8 @@ def take_weights(
         if held.kind == "parameter":
             full = source.parameter(held.name, held.shape, held.dtype) if groups.rank == 0 else None
             full = _from_rank_0(held, full, groups)
-            for stage, parameter in _places(program, held.name):
+            places = ((stage, p) for stage in program.stages for p in stage.parameters if p.fqn == held.name)
+            for stage, parameter in places:
                 local = shard(full, part_of(parameter, groups.mesh, groups.place))
                 opened(held.name)
                 stage.parameter(held.name).data.copy_(local)
@@ -155,10 +156,6 @@ def _from_rank_0(held: InitialTensor, value: Tensor | None, groups: Groups) -> T
     return full
 
 
-def _places(program: RankProgram, fqn: str) -> Iterator[tuple[StageModule, LocalParameter]]:
-    return ((stage, p) for stage in program.stages for p in stage.parameters if p.fqn == fqn)
-
-
 def buffers_of(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
     """This rank's copies of a model's buffer: in its stages, and in the graph that counts the loss denominators."""
     for stage in program.stages:
@@ -185,7 +182,8 @@ def fingerprint(tensor: Tensor) -> int:
     words = data[:size].view(torch.int64)
     body = words[: words.numel() // _WIDTH * _WIDTH].view(-1, _WIDTH)
     parts = (body.sum(1), body.sum(0) * _MIX, words[body.numel() :] * 3, rest * 5)
-    return sum(int(_weighted(part)) for part in parts) % (1 << 64) - (1 << 63)
+    weighted = ((part * (2 * torch.arange(part.numel(), device=part.device) + 1)).sum() for part in parts)
+    return sum(map(int, weighted)) % (1 << 64) - (1 << 63)
 
 
 def fingerprint_of_model(model: nn.Module) -> dict[str, int]:
@@ -195,7 +193,3 @@ def fingerprint_of_model(model: nn.Module) -> dict[str, int]:
         *model.named_buffers(remove_duplicate=False),
     )
     return {name: fingerprint(tensor) for name, tensor in named}
-
-
-def _weighted(values: Tensor) -> Tensor:
-    return (values * (2 * torch.arange(values.numel(), device=values.device) + 1)).sum()

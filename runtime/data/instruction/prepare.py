@@ -43,7 +43,10 @@ def prepare_samples(
     Raises PlanError for a row that cannot be used, unless such rows are to be left out; no output stays then.
     """
     made = _Samples(tokenizer, asked)
-    files, tokenization = _files_of(made.chat, asked), _tokenization(made.chat)
+    files, chat = _files_of(made.chat, asked), made.chat
+    ids = {"end": chat.eos, "begin": chat.tokenizer.bos_token_id, "padding": chat.tokenizer.pad_token_id}
+    special = {use: i for use, i in ids.items() if i is not None}
+    tokenization = Tokenization(chat.path.name, chat.vocabulary_size, special)
     with TokenWriter(output, tokenization, files, on_bytes) as writer, ExitStack() as stack:
         gc.freeze()  # to look for garbage among all imports takes as long as to tokenize short rows
         stack.callback(gc.unfreeze)
@@ -103,8 +106,10 @@ class _Samples:
             with begun.row:
                 for turns in begun.turns:
                     turns.write()
-                if self.asked.chosen is not None and not self.rule.common:
-                    self._check_pair(begun.turns)
+                is_pair = self.asked.chosen is not None and not self.rule.common and begun.turns
+                if is_pair and begun.turns[0].context() != begun.turns[1].context():
+                    what = f"{self.asked.chosen} and {self.asked.rejected} answer different prompts"
+                    raise RowError(what, fix="give two answers to one prompt")
             return begun.turns
         except RowError as error:
             if self.asked.bad_rows == "refuse":
@@ -150,11 +155,6 @@ class _Samples:
             whole = [*first, *own] if isinstance(first, list) and isinstance(own, list) else own
             found += self._of_talk(conversation_of({**row, name: whole}, name, self.asked.format, "last"))
         return found if len(found) == 2 else []
-
-    def _check_pair(self, pair: Sequence[Turns]) -> None:
-        if pair and pair[0].context() != pair[1].context():
-            what = f"{self.asked.chosen} and {self.asked.rejected} answer different prompts"
-            raise RowError(what, fix="give two answers to one prompt")
 
     def _of_texts(self, prompt: str, answer: str) -> list[Turns]:
         if self.asked.chat_template is not None:
@@ -237,11 +237,6 @@ def _joined(rows: Sequence[Sequence[Sample]], dtype: np.dtype) -> tuple[np.ndarr
     firsts = np.cumsum([0, *(len(row) for row in rows)])
     marks[at[[first for first, row in zip(firsts, rows, strict=False) if row]]] |= ROW
     return ids, marks, sizes, np.diff(labels[at])
-
-
-def _tokenization(chat: ChatTokenizer) -> Tokenization:
-    ids = {"end": chat.eos, "begin": chat.tokenizer.bos_token_id, "padding": chat.tokenizer.pad_token_id}
-    return Tokenization(chat.path.name, chat.vocabulary_size, {use: i for use, i in ids.items() if i is not None})
 
 
 def _files_of(chat: ChatTokenizer, asked: Instruction) -> dict[str, bytes]:

@@ -213,10 +213,13 @@ class ByteEncoder:
         joined = np.frombuffer(self._before + content, np.uint8)
         skip = len(self._before)
         is_space = _IS_SPACE[joined]
-        begins, ends = _borders(is_space)
+        begins = np.flatnonzero(~is_space[1:] & is_space[:-1]) + 1
+        # the last byte of the word before each: the first byte is never white space, so that the two take turns
+        ends, breaks = np.flatnonzero(is_space[1:] & ~is_space[:-1])[: len(begins)], _breaks(joined, is_space)
+        is_stopped = _IS_STOP[joined[ends]] | (np.searchsorted(breaks, ends) < np.searchsorted(breaks, begins))
         marks = np.zeros(len(joined), np.uint8)
         marks[begins] = WORD
-        marks[begins[_after_stop(joined, is_space, begins, ends)]] |= SENTENCE
+        marks[begins[is_stopped]] |= SENTENCE
         self._before = _BEFORE_ALL if closes else _context(joined, is_space)
         return Piece(joined[skip:], marks[skip:], len(begins), closes)
 
@@ -229,19 +232,6 @@ def check_is_text(part: TextPart) -> None:
         what = f"{part.file} contains the byte {part.content[at]}, which cannot occur in text"
         fix = "give a text file, or a token file written by `meshwright prepare`"
         raise PlanError(what, where=part.where(at), fix=fix)
-
-
-def _borders(is_space: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The begins of words after white space, and for each the last byte of the word before."""
-    begins = np.flatnonzero(~is_space[1:] & is_space[:-1]) + 1
-    ends = np.flatnonzero(is_space[1:] & ~is_space[:-1])
-    return begins, ends[: len(begins)]  # the first byte is never white space: the two take turns
-
-
-def _after_stop(text: np.ndarray, is_space: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Of each word that begins, whether a sentence begins with it (bool)."""
-    breaks = _breaks(text, is_space)
-    return _IS_STOP[text[ends]] | (np.searchsorted(breaks, ends) < np.searchsorted(breaks, begins))
 
 
 def _breaks(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:

@@ -71,7 +71,8 @@ class Activity:
 
     def name_after(self, rank: int, coordinate: Mapping[str, int] | None) -> None:
         self.rank = rank
-        self.name = f"rank {rank}" + (f" ({_listed(coordinate)})" if coordinate else "")
+        place = " · ".join(f"{axis} {i}" for axis, i in (coordinate or {}).items())
+        self.name = f"rank {rank}" + (f" ({place})" if place else "")
 
     def begin(self, phase: str, step: int) -> None:
         self.is_failing = False
@@ -144,10 +145,6 @@ class Activity:
         file = frame.f_code.co_filename
         waits = file.startswith(_OURS) or "torch/distributed" in file
         return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
-
-
-def _listed(coordinate: Mapping[str, int]) -> str:
-    return " · ".join(f"{axis} {i}" for axis, i in coordinate.items())
 
 
 _own: Page | None = None

@@ -209,7 +209,8 @@ class Watch(threading.Thread):
         with self._lock:
             if self._over.is_set():
                 return
-            self._tell()
+            self._beat += 1
+            (self.board.join if self._beat == 1 else self.board.beat)(self.pulse())
         self._hear(self.board.first())
         if self.activity.is_late and (own := self.pulse()).line:
             self._report(own.stuck)
@@ -231,13 +232,6 @@ class Watch(threading.Thread):
         return self.board.pulses(self.board.hosts())
 
     # ---- pieces of a round
-
-    def _tell(self) -> None:
-        self._beat += 1
-        if self._beat == 1:
-            self.board.join(self.pulse())
-        else:
-            self.board.beat(self.pulse())
 
     def _dead(self) -> dict[int, str]:
         if len(self._hosts) < self.world_size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -41,16 +41,15 @@ def page(runs: Sequence[RecordedRun]) -> str:
         "runs.html.j2",
         package="runtime.report.runs",
         title=f"Runs: {', '.join(run.name for run in runs)}",
-        legend=[_legend(index, run.name) for index, run in enumerate(runs)],
+        legend=[
+            {"name": run.name, "colour": LINES[index % NUM_COLOURS], "dash": DASHES[index % len(DASHES)]}
+            for index, run in enumerate(runs)
+        ],
         runs=first,
         charts=charts,
         memory=category_bars(runs),
         tables=others,
     )
-
-
-def _legend(index: int, name: str) -> dict[str, Any]:
-    return {"name": name, "colour": LINES[index % NUM_COLOURS], "dash": DASHES[index % len(DASHES)]}
 
 
 class Axes(NamedTuple):
@@ -108,7 +107,8 @@ def _path(line: Line, axes: Axes) -> str:
     style = f"stroke:var(--{LINES[line.run % NUM_COLOURS]})" + (f";stroke-dasharray:{dash}" if dash else "")
     kind = "line beside" if line.is_beside else "line"
     stretches = _stretches(line, axes)
-    drawn = f'<path class="{kind}" style="{style}" d="{" ".join(map(_moves, stretches))}"/>'
+    moves = " ".join("M" + "L".join(f"{x} {y}" for x, y in stretch) for stretch in stretches)
+    drawn = f'<path class="{kind}" style="{style}" d="{moves}"/>'
     dots = "".join(
         f'<circle class="dot" style="fill:var(--{LINES[line.run % NUM_COLOURS]})" cx="{x}" cy="{y}" r="2.5"/>'
         for ((x, y),) in (s for s in stretches if len(s) == 1)
@@ -125,7 +125,3 @@ def _stretches(line: Line, axes: Axes) -> list[list[tuple[str, str]]]:
         elif found[-1]:
             found.append([])
     return [stretch for stretch in found if stretch]
-
-
-def _moves(stretch: list[tuple[str, str]]) -> str:
-    return "M" + "L".join(f"{x} {y}" for x, y in stretch)
