@@ -67,7 +67,6 @@ class Assumptions:
     # ---- while a forward runs
 
     def begin(self) -> None:
-        """A forward begins."""
         self._last = None
         self._taken = {}
         self._draws = []

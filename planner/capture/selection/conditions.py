@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -27,7 +27,6 @@ Truth = Callable[[fx.Graph, fx.Node], fx.Node]  # the call that makes one bool o
 
 
 def is_read(node: fx.Node | None) -> bool:
-    """Whether a call reads a number out of a tensor."""
     return node is not None and packet_of(node.target) in (aten.item, aten._local_scalar_dense)
 
 
@@ -43,7 +42,7 @@ def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | Non
     order = in_order(nodes)
     if len(nodes) < len(makers) or not all(map(_is_plain, order)):
         return None
-    return conditioned(question, answer, tuple(makers), order, nodes, tracer.root)
+    return conditioned(Asked(question, answer, tuple(makers)), order, nodes, tracer.root)
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -58,22 +57,28 @@ def that(truth: Truth, of: fx.Node, order: Sequence[fx.Node], root: Any, **rest:
     """That the ``truth`` of a value is true. ``order``: the calls that make it, with those that write into it."""
     if not all(n.op != "call_function" or (follows(n) and hasattr(n.target, "_schema")) for n in order):
         return None
-    return conditioned(sympy.Eq(_TRUTH, 1), True, (_TRUTH,), order, [of], root, truth=truth, **rest)
+    return conditioned(Asked(sympy.Eq(_TRUTH, 1), True, (_TRUTH,), truth), order, [of], root, **rest)
+
+
+class Asked(NamedTuple):
+    """``symbols`` stand for the ``truth`` of what is read."""
+
+    question: Any
+    answer: bool
+    symbols: tuple[Any, ...]
+    truth: Truth = lambda _, node: node
 
 
 def conditioned(
-    question: Any,
-    answer: bool,
-    symbols: tuple[Any, ...],
+    asked: Asked,
     order: Sequence[fx.Node],
     reads: Sequence[fx.Node],
     root: Any,
     *,
-    truth: Truth = lambda _, node: node,
     most: int = MOST_ELEMENTS,
     constants: Mapping[str, Tensor] = _NOTHING,
 ) -> Condition | None:
-    """``symbols`` stand for the ``truth`` of ``reads``. ``constants``: values of placeholders, by name.
+    """``constants``: values of placeholders, by name.
 
     None if ``order`` computes more than ``most`` elements, as many as data selects, or with a tensor without a value.
     Inputs are named by their position among the placeholders.
@@ -94,7 +99,7 @@ def conditioned(
         copies[node].meta = dict(node.meta)
         if node.target is aten._is_all_true.default:  # of torch._check; a plan file may not hold it
             copies[node].target = aten.all.default
-    graph.output(tuple(truth(graph, copies[n]) for n in reads))
+    graph.output(tuple(asked.truth(graph, copies[n]) for n in reads))
     module = fx.GraphModule(attributes, graph)
     try:
         if any(is_mutable(n.target) for n in order) and make_functional(module):
@@ -104,4 +109,4 @@ def conditioned(
     for node in module.graph.nodes:
         node.meta = {}
     places = tuple((str(placeholders.index(n) - len(placeholders)), n.meta["val"].dtype) for n in inputs)
-    return Condition(module, places, symbols, question, answer)
+    return Condition(module, places, asked.symbols, asked.question, asked.answer)

@@ -36,14 +36,9 @@ from planner.capture.selection.places import (
     Rows,
     Slots,
     Writer,
-    added,
     adds_to,
     column_of,
     columns,
-    kept_regular,
-    kept_small,
-    read,
-    replaced,
     row_dim,
     runs_along,
     summed,
@@ -144,7 +139,6 @@ class _Rewriter:
     # ---- selections
 
     def _select(self, node: fx.Node, given: list[Any]) -> Any:
-        """The positions that a mask selects."""
         is_where = node.target is getattr(aten.where, "default", None)
         if packet_of(node.target) not in (aten.nonzero, aten.nonzero_numpy, aten.argwhere) and not is_where:
             return None
@@ -180,7 +174,6 @@ class _Rewriter:
     # ---- reading at positions
 
     def _place(self, node: fx.Node) -> Rows | None:
-        """Rows read out of a value with all rows."""
         packet, given = packet_of(node.target), named(node)
         if packet not in LOOKUPS:
             return None
@@ -194,8 +187,8 @@ class _Rewriter:
         if set(slots.of_mask) & set(space.gone) and x.meta["val"].dtype == torch.bool:
             raise refused(node, "bools are read at selected positions")
         self._note(space, node.meta["val"])
-        rows = read(self.write, space, x, slots)
-        return Rows(space, kept_small(self.write, space, rows, slots.dims[0]), (x, slots))
+        rows = self.write.read(space, x, slots)
+        return Rows(space, self.write.kept_small(space, rows, slots.dims[0]), (x, slots))
 
     def _slots(self, node: fx.Node, given: Mapping[str, Any]) -> tuple[Space, Slots] | None:
         """By which mask, and along which dims; None if positions are given by something else. ``given``: the arguments,
@@ -249,8 +242,8 @@ class _Rewriter:
         if packet is aten.index_add and given["alpha"] != 1:
             rows = Rows(space, self.write.call(aten.mul.Tensor, rows.node, given["alpha"]))
         if not adds and rows.addend is not None and rows.source == (out, slots):
-            return added(self.write, space, out, slots, rows.addend)
-        return (added if adds else replaced)(self.write, space, out, slots, rows.node)
+            return self.write.added(space, out, slots, rows.addend)
+        return (self.write.added if adds else self.write.replaced)(space, out, slots, rows.node)
 
     def _written(self, node: fx.Node, space: Space, made: Any, source: fx.Node) -> Rows | None:
         """The written value, with all rows; also one number for all rows."""
@@ -298,13 +291,13 @@ class _Rewriter:
         acts = is_known(node) if tables else acts_on_each_row(node, inputs, row_dim(value))
         if (rests and not counts) or not acts:
             raise refused(node, f"the input shape of {name_of(node)} depends on data, and it may mix rows")
-        guarded = kept_regular(self.write, space, node, {n: (self.env[n].node, d) for n, d in inputs.items()})
+        guarded = self.write.kept_regular(space, node, {n: (self.env[n].node, d) for n, d in inputs.items()})
         args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))
         kwargs = map_aggregate(dict(node.kwargs), lambda a: self._resolved(a, guarded))
         made = self.write.call(node.target, *args, **kwargs)  # pyright: ignore
         self._check(node, made, space)
         dim = row_dim(value)
-        rows = Rows(space, kept_small(self.write, space, made, dim) if dim is not None else made)
+        rows = Rows(space, self.write.kept_small(space, made, dim) if dim is not None else made)
         rows, self.env = summed(node, rows, self.env), env
         return rows
 

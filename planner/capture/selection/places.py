@@ -90,7 +90,6 @@ def row_dim(value: Any) -> int | None:
 
 
 def symbols_of(value: Any) -> set[sympy.Symbol]:
-    """Symbols in the shapes of a value."""
     sizes: list[Any] = [n for tensor in tensors(value) for n in tensor.shape]
     return {s for n in sizes if not isinstance(n, int) for s in n.node.expr.free_symbols}
 
@@ -126,6 +125,82 @@ class Writer:
 
     def permuted(self, x: fx.Node, order: list[int]) -> fx.Node:
         return x if order == sorted(order) else self.call(aten.permute.default, x, order)
+
+    def only_selected(self, space: Space, x: fx.Node, dim: int, other: float = 0) -> fx.Node:
+        """Rows [.., num, ..] along ``dim``, with a number in place of those that are not selected."""
+        mask = self.shaped(space.row_mask, [space.num] + [1] * (len(shape_of(x)) - dim - 1))
+        return self.call(aten.where.ScalarOther, mask, x, other)
+
+    def kept_regular(
+        self, space: Space, call: fx.Node, dense: Mapping[fx.Node, tuple[fx.Node, int]]
+    ) -> dict[fx.Node, fx.Node]:
+        """The operands of a singular call with unselected rows replaced. ``dense``: all rows of each, and their dim."""
+        risky = endangered(call) if packet_of(call.target) in SINGULAR else []
+        return {n: self.only_selected(space, *dense[n], 1) for n in dict.fromkeys(risky) if n in dense}
+
+    def kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
+        """float16 has so little range that an unselected row may overflow."""
+        tensor, origin = rows.meta["val"], self.origin
+        is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
+        began = origin is None or origin.target in LOOKUPS or packet_of(origin.target) is aten.to
+        return self.only_selected(space, rows, dim) if is_half and began else rows
+
+    def read(self, space: Space, x: fx.Node, slots: Slots) -> fx.Node:
+        """The elements of ``x`` at each row's position."""
+        start, covered, shape = slots.dims[0], slots.of_mask, shape_of(x)
+        used, before, after = _used(space, covered), shape[:start], shape[slots.dims[-1] + 1 :]
+        x = self.permuted(x, [*range(start), *slots.order, *range(slots.dims[-1] + 1, len(shape))])
+        x = self.shaped(x, [*before, *(space.shape[d] if d in covered else 1 for d in used), *after])
+        gone = [i for i, d in enumerate(used) if d in space.gone]
+        if gone:
+            x = self.call(aten.where.ScalarOther, self._mask(space, used, len(before), len(after)), x, 0)
+            x = self.call(aten.sum.dim_IntList, x, [start + i for i in gone], dtype=x.meta["val"].dtype)
+        full = [*before, *(space.shape[d] for d in space.kept), *after]
+        if shape_of(x) != tuple(full):
+            x = self.call(aten.expand.default, x, full)
+        return self.shaped(x, [*before, space.num, *after])
+
+    def added(self, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
+        """``out`` with the selected rows added at their positions."""
+        start, covered = slots.dims[0], slots.of_mask
+        used, after = _used(space, covered), len(shape_of(out)) - slots.dims[-1] - 1
+        part = self._arranged(space, out, slots, rows)
+        part = self.call(aten.where.ScalarOther, self._mask(space, used, start, after), part, 0)
+        lost = [start + i for i, d in enumerate(used) if d not in covered]
+        if lost:
+            part = self.call(aten.sum.dim_IntList, part, lost)
+        return self.call(aten.add.Tensor, out, self._back(slots, part))
+
+    def replaced(self, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
+        """``out`` with the selected rows in place of the elements at their positions."""
+        start, after = slots.dims[0], len(shape_of(out)) - slots.dims[-1] - 1
+        mask = self._mask(space, _used(space, slots.of_mask), start, after)
+        part = self._arranged(space, out, slots, rows)
+        mask, part = self._back(slots, mask), self._back(slots, part)
+        # as a sum, since partial sums over tp stay such, and experts are found by their summands
+        kept = self.call(aten.where.ScalarSelf, mask, 0, out)
+        return self.call(aten.add.Tensor, kept, self.call(aten.where.ScalarOther, mask, part, 0))
+
+    def _mask(self, space: Space, used: Sequence[int], before: int, after: int) -> fx.Node:
+        """The mask over those of its dims, between dims of size 1."""
+        whole = space.mask if set(used) & set(space.gone) else space.row_mask
+        return self.shaped(whole, [1] * before + [space.shape[d] for d in used] + [1] * after)
+
+    def _arranged(self, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
+        """Rows over the dims of the mask that are used, in the order of the mask."""
+        shape = shape_of(out)
+        before, after = shape[: slots.dims[0]], shape[slots.dims[-1] + 1 :]
+        full = [*before, space.num, *after]
+        if shape_of(rows) != tuple(full):
+            rows = self.call(aten.expand.default, rows, full)
+        sizes = [space.shape[d] if d in space.kept else 1 for d in _used(space, slots.of_mask)]
+        return self.shaped(rows, [*before, *sizes, *after])
+
+    def _back(self, slots: Slots, part: fx.Node) -> fx.Node:
+        """From the order of the mask's dims to that of the dims written to."""
+        start, end = slots.dims[0], slots.dims[-1] + 1
+        place = {d: start + i for i, d in enumerate(slots.order)}
+        return self.permuted(part, [*range(start), *(place[d] for d in slots.dims), *range(end, len(shape_of(part)))])
 
 
 @dataclass(frozen=True)
@@ -175,100 +250,10 @@ def summed(node: fx.Node, rows: Rows, env: Mapping[fx.Node, Any]) -> Rows:
     return rows
 
 
-def only_selected(write: Writer, space: Space, x: fx.Node, dim: int, other: float = 0) -> fx.Node:
-    """Rows [.., num, ..] along ``dim``, with a number in place of those that are not selected."""
-    mask = write.shaped(space.row_mask, [space.num] + [1] * (len(shape_of(x)) - dim - 1))
-    return write.call(aten.where.ScalarOther, mask, x, other)
-
-
-def kept_regular(
-    write: Writer, space: Space, call: fx.Node, dense: Mapping[fx.Node, tuple[fx.Node, int]]
-) -> dict[fx.Node, fx.Node]:
-    """The operands of a singular call with unselected rows replaced. ``dense``: all rows of each, and their dim."""
-    risky = endangered(call) if packet_of(call.target) in SINGULAR else []
-    return {n: only_selected(write, space, *dense[n], 1) for n in dict.fromkeys(risky) if n in dense}
-
-
 def unspread(call: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, ...] | None:
     """Tensors that are as large as each other before ``broadcast_tensors``: these. ``env``: their new values."""
     read: Any = call.args[0] if packet_of(call.target) is aten.broadcast_tensors else []
     return tuple(env[n] for n in read) if len({str(n.meta["val"].shape) for n in read}) == 1 else None
-
-
-def kept_small(write: Writer, space: Space, rows: fx.Node, dim: int) -> fx.Node:
-    """float16 has so little range that an unselected row may overflow."""
-    tensor, origin = rows.meta["val"], write.origin
-    is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
-    began = origin is None or origin.target in LOOKUPS or packet_of(origin.target) is aten.to
-    return only_selected(write, space, rows, dim) if is_half and began else rows
-
-
-def read(write: Writer, space: Space, x: fx.Node, slots: Slots) -> fx.Node:
-    """The elements of ``x`` at each row's position."""
-    start, covered, shape = slots.dims[0], slots.of_mask, shape_of(x)
-    used, before, after = _used(space, covered), shape[:start], shape[slots.dims[-1] + 1 :]
-    x = write.permuted(x, [*range(start), *slots.order, *range(slots.dims[-1] + 1, len(shape))])
-    x = write.shaped(x, [*before, *(space.shape[d] if d in covered else 1 for d in used), *after])
-    gone = [i for i, d in enumerate(used) if d in space.gone]
-    if gone:
-        x = write.call(aten.where.ScalarOther, _mask(write, space, used, len(before), len(after)), x, 0)
-        x = write.call(aten.sum.dim_IntList, x, [start + i for i in gone], dtype=x.meta["val"].dtype)
-    full = [*before, *(space.shape[d] for d in space.kept), *after]
-    if shape_of(x) != tuple(full):
-        x = write.call(aten.expand.default, x, full)
-    return write.shaped(x, [*before, space.num, *after])
-
-
-def added(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-    """``out`` with the selected rows added at their positions."""
-    start, covered = slots.dims[0], slots.of_mask
-    used, after = _used(space, covered), len(shape_of(out)) - slots.dims[-1] - 1
-    part = _arranged(write, space, out, slots, rows)
-    part = write.call(aten.where.ScalarOther, _mask(write, space, used, start, after), part, 0)
-    lost = [start + i for i, d in enumerate(used) if d not in covered]
-    if lost:
-        part = write.call(aten.sum.dim_IntList, part, lost)
-    return write.call(aten.add.Tensor, out, _back(write, slots, part))
-
-
-def replaced(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-    """``out`` with the selected rows in place of the elements at their positions."""
-    start, after = slots.dims[0], len(shape_of(out)) - slots.dims[-1] - 1
-    mask = _mask(write, space, _used(space, slots.of_mask), start, after)
-    part = _arranged(write, space, out, slots, rows)
-    mask, part = _back(write, slots, mask), _back(write, slots, part)
-    # as a sum, since partial sums over tp stay such, and experts are found by their summands
-    kept = write.call(aten.where.ScalarSelf, mask, 0, out)
-    return write.call(aten.add.Tensor, kept, write.call(aten.where.ScalarOther, mask, part, 0))
-
-
-def _used(space: Space, covered: Sequence[int]) -> list[int]:
-    """The dims of the mask that a read or a write has to do with."""
-    return [d for d in range(len(space.shape)) if d in space.kept or d in covered]
-
-
-def _mask(write: Writer, space: Space, used: Sequence[int], before: int, after: int) -> fx.Node:
-    """The mask over those of its dims, between dims of size 1."""
-    whole = space.mask if set(used) & set(space.gone) else space.row_mask
-    return write.shaped(whole, [1] * before + [space.shape[d] for d in used] + [1] * after)
-
-
-def _arranged(write: Writer, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-    """Rows over the dims of the mask that are used, in the order of the mask."""
-    shape = shape_of(out)
-    before, after = shape[: slots.dims[0]], shape[slots.dims[-1] + 1 :]
-    full = [*before, space.num, *after]
-    if shape_of(rows) != tuple(full):
-        rows = write.call(aten.expand.default, rows, full)
-    sizes = [space.shape[d] if d in space.kept else 1 for d in _used(space, slots.of_mask)]
-    return write.shaped(rows, [*before, *sizes, *after])
-
-
-def _back(write: Writer, slots: Slots, part: fx.Node) -> fx.Node:
-    """From the order of the mask's dims to that of the dims written to."""
-    start, end = slots.dims[0], slots.dims[-1] + 1
-    place = {d: start + i for i, d in enumerate(slots.order)}
-    return write.permuted(part, [*range(start), *(place[d] for d in slots.dims), *range(end, len(shape_of(part)))])
 
 
 def adds_to(node: fx.Node) -> bool | None:
@@ -279,3 +264,8 @@ def adds_to(node: fx.Node) -> bool | None:
     if packet is aten.scatter and given.get("reduce") is not None:
         return None
     return packet in (aten.index_add, aten.scatter_add) or bool(given.get("accumulate", False))
+
+
+def _used(space: Space, covered: Sequence[int]) -> list[int]:
+    """The dims of the mask that a read or a write has to do with."""
+    return [d for d in range(len(space.shape)) if d in space.kept or d in covered]

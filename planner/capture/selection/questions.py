@@ -166,7 +166,6 @@ class Questions:
         return if_empty if number in self.empty else not if_empty
 
     def _maker(self, graph: fx.Graph, symbol: Any) -> fx.Node | None:
-        """The call that made a data-dependent number."""
         new: list[fx.Node] = []
         for node in reversed(graph.nodes):
             if node is self._last:

@@ -116,7 +116,6 @@ def is_same_without(
 
 
 def _masks(module: fx.GraphModule, empty: Collection[int]) -> dict[int, str]:
-    """The masks with these numbers, by key."""
     keys = Keys()
     return {n.meta["asked"]: key_of_mask(keys, n) for n in module.graph.nodes if n.meta.get("asked") in empty}
 

@@ -85,7 +85,6 @@ class Keys:
         return self._hashed(node, (node.args, dict(node.kwargs)))
 
     def _hashed(self, node: fx.Node, given: Any) -> str:
-        """``given``: the arguments of the call."""
         given = fx.map_arg(given, self._named)
         # two draws are two values: the number of earlier draws distinguishes them
         drawn = sum(is_random(n) for n in self._known) if is_random(node) else ""
@@ -166,12 +165,8 @@ def _is_above_zero(node: fx.Node) -> bool:
 # ---- at most one
 
 
-def at_most_one(mask: fx.Node) -> frozenset[int]:
-    """Dims along which no more than one position is selected, the others fixed."""
-    return _single(mask, 0)
-
-
-def _single(node: fx.Node, depth: int) -> frozenset[int]:
+def at_most_one(node: fx.Node, depth: int = 0) -> frozenset[int]:
+    """Dims along which a mask selects no more than one position, the others fixed."""
     if node.op != "call_function" or depth > 64 or not node.all_input_nodes:
         return frozenset()
     x, packet = node.all_input_nodes[0], packet_of(node.target)
@@ -179,15 +174,15 @@ def _single(node: fx.Node, depth: int) -> frozenset[int]:
         return _single_of_equals(node)
     if node.target is getitem and packet_of(x.target) is aten.unbind:
         at = int(named(x)["dim"]) % len(shape_of(x.all_input_nodes[0]))
-        return frozenset(d - (d > at) for d in _single(x.all_input_nodes[0], depth + 1) if d != at)
+        return frozenset(d - (d > at) for d in at_most_one(x.all_input_nodes[0], depth + 1) if d != at)
     if packet is aten.one_hot:
         return _distinct(x, 0)
     if (packet in ANDS or packet is aten.mul) and len(node.all_input_nodes) == 2:
         same = [n for n in node.all_input_nodes if shape_of(n) == shape_of(node)]
-        return frozenset().union(*(_single(n, depth + 1) for n in same))
+        return frozenset().union(*(at_most_one(n, depth + 1) for n in same))
     if _is_above_zero(node):
-        return _single(x, depth + 1)
-    return _moved(node, _single(x, depth + 1)) if packet in MOVED else frozenset()
+        return at_most_one(x, depth + 1)
+    return _moved(node, at_most_one(x, depth + 1)) if packet in MOVED else frozenset()
 
 
 def _single_of_equals(eq: fx.Node) -> frozenset[int]:

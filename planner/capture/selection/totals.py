@@ -20,7 +20,7 @@ from torch import fx
 
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
-from planner.capture.selection.places import COUNT, Rows, Writer, only_selected, row_dim
+from planner.capture.selection.places import COUNT, Rows, Writer, row_dim
 from planner.capture.selection.space import Space, is_known
 
 NONE, MEAN = 0, 1  # values of ``reduction``
@@ -51,7 +51,7 @@ class Totals:
         dims = sorted({int(d) % ndim for d in given.get("dim") or range(ndim)}) if ndim else []
         if row_dim(x.meta["val"]) not in dims:
             return None
-        kept = only_selected(self._write, rows.space, rows.node, row_dim(x.meta["val"]) or 0)
+        kept = self._write.only_selected(rows.space, rows.node, row_dim(x.meta["val"]) or 0)
         options = {"dtype": given["dtype"]} if given.get("dtype") is not None else {}
         made = self._write.call(aten.sum.dim_IntList, kept, dims, bool(given.get("keepdim")), **options)
         return self._mean(made, rows, dims) if packet_of(call.target) is aten.mean else made
@@ -94,12 +94,12 @@ class Totals:
         rows = {name: env[n].node for name, n in given.items() if isinstance(n, fx.Node) and isinstance(env[n], Rows)}
         # a row that is not selected is 1 everywhere: each loss has a derivative there, of a probability or a distance
         floats = [name for name, x in rows.items() if x.meta["val"].is_floating_point()]
-        rows |= {name: only_selected(self._write, space, rows[name], 0, 1) for name in floats}
+        rows |= {name: self._write.only_selected(space, rows[name], 0, 1) for name in floats}
         each = self._called(call, env, {**rows, "reduction": NONE})
         if shape_of(each)[:1] != (space.num,):
             return None
         dims = [*range(len(shape_of(each)))]
-        total = self._write.call(aten.sum.dim_IntList, only_selected(self._write, space, each, 0), dims)
+        total = self._write.call(aten.sum.dim_IntList, self._write.only_selected(space, each, 0), dims)
         return self._mean(total, Rows(space, each), dims) if given["reduction"] == MEAN else total
 
     def _called(self, call: fx.Node, env: Mapping[Any, Any], changed: Mapping[str, Any]) -> fx.Node:
