@@ -64,7 +64,6 @@ def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
 
 
 def graph_modules(module: nn.Module) -> list[fx.GraphModule]:
-    """A graph and the regions in it."""
     return [inner for inner in module.modules() if isinstance(inner, fx.GraphModule)]
 
 

@@ -48,8 +48,7 @@ from planner.capture.model.exchange import (
     Exchange,
     fake,
     has_values,
-    refuse_complex_parameters,
-    refuse_loaded,
+    refuse_parameters,
     refuse_shared_memory,
 )
 from planner.capture.model.held_tensors import (
@@ -89,9 +88,8 @@ def capture(
     output is a loss.
     """
     refuse_gradient_hooks(model)
-    refuse_loaded(model)
+    refuse_parameters(model)
     refuse_shared_memory(model)
-    refuse_complex_parameters(model)
     with in_eager_mode() as compiled:
         program = _as_in_eager_mode(_Asked(model, inputs, loss, dtype, is_known, earlier or Earlier()))
     if compiled or was_compiled(model_of(model)):

@@ -31,7 +31,6 @@ class UnknownWrite(Exception):
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether a call writes into an argument."""
     return node.op == "call_function" and is_mutable(node.target)
 
 
@@ -139,7 +138,6 @@ class _Rewriter:
             self.plain[node] = new
 
     def _read(self, node: fx.Node) -> Any:
-        """The value that ``node`` has now."""
         if node in self.plain:
             return self.plain[node]
         view = self.views[node]

@@ -8,9 +8,9 @@ also where one half is far larger than the other. Every other dim is mixed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -45,6 +45,7 @@ MOST_TRIED = 64  # places of one factor
 MOST_PARTS = 8
 
 Shapes = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 def infer_rules(program: Program) -> None:
@@ -68,19 +69,17 @@ def infer_rules(program: Program) -> None:
 
 def inferred(node: fx.Node) -> Pattern | None:
     """None if the call fails in every trial, or no dim of it is a factor."""
-    for trial in _trials(node):
-        try:
-            with on_the_side():
-                factors = trial.factors()
-        except Exception:  # whatever an op raises on tensors that it was not written for
-            continue
-        if factors:
-            return _pattern(trial.shapes, trial.result, factors)
-    return None
+
+    def pattern(trial: _Trial) -> Pattern | None:
+        with on_the_side():
+            factors = trial.factors()
+        return _pattern(trial.shapes, trial.result, factors) if factors else None
+
+    return _first(node, pattern)
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    trial = next(_trials(node), None)
+    trial = _first(node, lambda trial: trial)
     if trial is None or not trial.follows_memory():
         return False
     if not all(shape.is_contiguous for shape in trial.use.shapes):
@@ -97,18 +96,19 @@ def _lay_out_operands(node: fx.Node) -> None:
         node.replace_input_with(operand, laid_out)
 
 
-def _trials(node: fx.Node) -> Iterator[_Trial]:
-    """Those in which the call runs."""
+def _first(node: fx.Node, run: Callable[[_Trial], T | None]) -> T | None:
+    """What ``run`` gives of the first trial in which the call runs and ``run`` gives anything."""
     shapes = tuple(Shape.of(n.meta["val"], True) for n in operands_of(node))
     use = Application(node.target, shapes, where_of(node))  # pyright: ignore[reportArgumentType]
-    for attempt in use.attempts(MANY_ELEMENTS):
-        if attempt.num_elements <= TOO_MANY_ELEMENTS:
-            try:
-                with on_the_side():
-                    trial = _trial(node, attempt)
-            except Exception:  # whatever an op raises on tensors that it was not written for
-                continue
-            yield trial
+
+    def tried(attempt: Application) -> T | None:
+        if attempt.num_elements > TOO_MANY_ELEMENTS:
+            return None
+        with on_the_side():
+            trial = _trial(node, attempt)
+        return run(trial)
+
+    return use.first(MANY_ELEMENTS, tried)
 
 
 def _is_unknown(node: fx.Node) -> bool:

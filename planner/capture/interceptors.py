@@ -21,7 +21,6 @@ _ABSENT = object()
 
 @contextmanager
 def installed(*interceptors: Interceptor) -> Iterator[None]:
-    """Inside, each attribute is its replacement."""
     before: list[Interceptor] = []
     try:
         for owner, name, replacement in interceptors:

@@ -181,7 +181,6 @@ class _Row:
         return Layout.of(self.at) == asked
 
     def _as_axes(self, axes: list[_Axis], order: list[int]) -> None:
-        """One dim for each axis."""
         for dim in sorted(set(range(len(self.shape))) - set(order), reverse=True):
             self.add(aten.select.int, dim, 0)
             order = [d - (d > dim) for d in order]
@@ -212,7 +211,6 @@ class _Row:
             start = 0
 
     def _diagonals(self) -> None:
-        """A dim that moves along several axes at once."""
         while (twice := next((n for n in self.names if self.names.count(n) > 1), None)) is not None:
             first, second, *_ = [i for i, n in enumerate(self.names) if n == twice]
             self.add(aten.diagonal.default, 0, first, second)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ TOO_MANY_ELEMENTS = 10**8
 READS_MEMORY = "computes something else where its arguments lie otherwise in memory, as parts of them do"
 MEMORY_FIX = "call .contiguous() on its arguments, or read them by their dims"
 Near = Callable[[Tensor, Tensor], bool]
+T = TypeVar("T")
 _ORDERS: tuple[Callable[[Tensor], Tensor], ...] = (
     Tensor.clone,  # dense, in the same order
     Tensor.contiguous,
@@ -127,6 +128,21 @@ class Application:
             if sized.num_elements <= TOO_MANY_ELEMENTS:
                 yield sized._with_shapes(_in_float64)
                 yield sized
+
+    def first(
+        self, small: int, run: Callable[[Application], T | None], *, through: tuple[type[Exception], ...] = ()
+    ) -> T | None:
+        """What ``run`` gives of the first attempt at which it gives anything. ``through``: errors that are answers."""
+        for attempt in self.attempts(small):
+            try:
+                found = run(attempt)
+            except through:
+                raise
+            except Exception:  # whatever code raises on tensors that it was not written for
+                continue
+            if found is not None:
+                return found
+        return None
 
     def _with_shapes(self, change: Callable[[Shape], Shape]) -> Application:
         return replace(self, args=pytree.tree_map_only(Shape, change, self.args))

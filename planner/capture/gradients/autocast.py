@@ -5,11 +5,8 @@
 
 While a forward is exported each op is marked with its region; the region itself is not recorded, so
 no_grad and other regions inside of it are unchanged. Afterwards each marked op runs on fake tensors under autocast,
-which shows the arguments that it casts (``written_casts``). A composite op with parts that cast is written out.
-Autocast's cache of cast weights changes no value.
-
-A region of another device than the CPU does nothing to a model on the CPU, and so nothing to the plan: the plan reports
-it.
+which shows the arguments that it casts. A composite op with parts that cast is written out. A region of another device
+does nothing to a model on the CPU: the plan reports it.
 
 Needs:   an export under ``Regions``.
 Leaves:  a graph that gives the same values without autocast.
@@ -186,7 +183,6 @@ class _Call:
         )
 
     def _write_out(self) -> None:
-        """The ops that it is made of, under autocast, in its place."""
         parts = make_fx(self._under_autocast, tracing_mode="real")(*self.values)
         env: dict[fx.Node, Any] = dict(zip(parts.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
         with self.graph.inserting_before(self.node):

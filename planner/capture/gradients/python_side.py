@@ -11,7 +11,7 @@
     p.grad, p.requires_grad = …,
     saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
 
-Names are replaced in PyTorch for the time of one export, on the exporting thread alone, and always restored.
+Names are replaced for the time of one export, on the exporting thread alone.
 """
 
 from __future__ import annotations

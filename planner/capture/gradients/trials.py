@@ -68,16 +68,13 @@ class FollowsMemory(Exception):
 
 def facts_of(use: Application) -> Facts:
     """Raises RandomBackward, FollowsMemory."""
-    unknown = Facts(tuple(shape.requires_grad for shape in use.shapes), tried=False)
-    for attempt in use.attempts(MANY_ELEMENTS):
-        try:
-            with on_the_side(), LowestPrecision() as seen:
-                return _Trial(attempt, seen).facts()
-        except (RandomBackward, FollowsMemory):
-            raise
-        except Exception:  # whatever the user's code raises on tensors that it was not written for
-            continue
-    return unknown
+
+    def tried(attempt: Application) -> Facts:
+        with on_the_side(), LowestPrecision() as seen:
+            return _Trial(attempt, seen).facts()
+
+    found = use.first(MANY_ELEMENTS, tried, through=(RandomBackward, FollowsMemory))
+    return found or Facts(tuple(shape.requires_grad for shape in use.shapes), tried=False)
 
 
 class _Trial:
@@ -258,14 +255,7 @@ def is_derived(use: Application) -> bool | None:
     """None if that is unknown: the Function does not run by itself, or gives nothing finite."""
     if not any(shape.requires_grad for shape in use.shapes):
         return True
-    for attempt in use.attempts(MANY_ELEMENTS_OF_A_FORWARD):
-        try:
-            equal = _agree_on_samples(attempt)
-        except Exception:  # whatever the user's code raises on tensors that it was not written for
-            continue
-        if equal is not None:
-            return equal
-    return None
+    return use.first(MANY_ELEMENTS_OF_A_FORWARD, _agree_on_samples)
 
 
 def _agree_on_samples(use: Application) -> bool | None:

@@ -41,7 +41,6 @@ class Converted:
 
 
 def unconverted(stored: Mapping[str, Shape]) -> Converted:
-    """Each stored tensor as the model's of the same name."""
     found = Converted()
     for name, shape in stored.items():
         found.add(plain_name(name), Source(name, shape))

@@ -5,11 +5,8 @@
     module.forward                   of torch.jit: without ``__wrapped__``, which torch calls wrongly under a mode
 
 So the user's model itself is exported, not a copy of it: weights held by a closure, a patched forward and a hook, which
-a copy would lose, are captured like the rest, and nothing has to be copyable. Exchanged are parameters, buffers, and
-plain tensor attributes that are not on the CPU; a plain attribute with values stays, a constant of the graph.
-
-Scripted and traced modules are captured as the ops that their graph runs on the sizes of a microbatch. What a forward
-registers (buffers, global hooks) is taken away again.
+a copy would lose, are captured like the rest. Exchanged are parameters, buffers, and plain tensor attributes that are
+not on the CPU; a plain attribute with values stays, a constant of the graph.
 """
 
 from __future__ import annotations
@@ -59,15 +56,24 @@ def scripts_unwrapped(modules: list[nn.Module]) -> Iterator[None]:
             content[name] = value
 
 
-def refuse_loaded(model: nn.Module) -> None:
-    """Raise PlanError for parameters that are plain tensors, as torch.jit.load makes them: export takes none."""
-    for name, tensor in model.named_parameters():
-        if not isinstance(tensor, nn.Parameter):
+def refuse_parameters(model: nn.Module) -> None:
+    """Raise PlanError for parameters that are plain tensors, as torch.jit.load makes them: export takes none. And for
+    complex ones: gradients, main parameters and updates are of real numbers.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
             raise PlanError(
                 f"the parameter {name} is no nn.Parameter: torch.jit.load makes plain tensors, and export takes none",
                 where=name.rpartition(".")[0],
                 fix="build the module from its Python class, and load the weights: "
                 "`module.load_state_dict(loaded.state_dict())`",
+            )
+        if parameter.is_complex():
+            raise PlanError(
+                f"the parameter {name} is complex ({parameter.dtype}): only real parameters are trained",
+                where=name,
+                fix="store its real and imaginary parts as a real parameter [..., 2], and read it by "
+                "`torch.view_as_complex`; if it is not trained, register it as a buffer",
             )
 
 
@@ -222,18 +228,6 @@ def refuse_shared_memory(model: nn.Module) -> None:
                     where=second.rpartition(".")[0],
                     fix="tie them as one parameter (`b.weight = a.weight`), or give each its own memory",
                 )
-
-
-def refuse_complex_parameters(model: nn.Module) -> None:
-    """Raise PlanError for a complex parameter: gradients, main parameters and updates are of real numbers."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise PlanError(
-                f"the parameter {name} is complex ({parameter.dtype}): only real parameters are trained",
-                where=name,
-                fix="store its real and imaginary parts as a real parameter [..., 2], and read it by "
-                "`torch.view_as_complex`; if it is not trained, register it as a buffer",
-            )
 
 
 @contextmanager

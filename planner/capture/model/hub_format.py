@@ -9,12 +9,7 @@ Of a model that the package peft has wrapped: peft's own modules without values,
     base_model.model.layers.0.q_proj.lora_A.default.weight      of the adapter `default`: no name in the base
 
 peft decides what an adapter's files hold, and how each method is merged. So its modules are kept, with parameters on
-the meta device, and run on the values of a few tensors at a time. What a save holds of the adapters
-(``describe_adapters``) is enough to make peft's modules again: modules that are made from the base and the configs
-compute the same as the saved ones if the hash is the same.
-
-    configs     of each adapter, as its adapter_config.json has it
-    modules     a hash of the settings of all layers of peft: ranks, scales, which adapters are active, merged, disabled
+the meta device, and run on the values of a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +58,6 @@ class Adapted:
         return tuple(self.module.peft_config)
 
     def config_of(self, adapter: str) -> dict[str, Any]:
-        """The settings of an adapter."""
         return dict(self.module.peft_config[adapter].to_dict())
 
     def files_of(self, adapter: str) -> dict[str, str | None]:
@@ -159,7 +153,10 @@ def _base_name(name: str, base: str, wrapped: Mapping[str, str]) -> str | None:
 
 
 def describe_adapters(adapted: Adapted) -> dict[str, Any]:
-    """``configs`` and ``modules``."""
+    """What a save holds of the adapters: modules that peft makes of the base and these ``configs`` compute the same as
+    the saved ones if ``modules``, the hash of the settings of all its layers (ranks, scales, which adapters are active,
+    merged, disabled), is the same.
+    """
     configs = {name: json.loads(_text(adapted.config_of(name))) for name in adapted.adapters}
     settings = {path: vars(adapted.module.get_submodule(path)) for path in sorted(adapted.wrappers.values())}
     layers = {
@@ -170,11 +167,8 @@ def describe_adapters(adapted: Adapted) -> dict[str, Any]:
 
 
 def _text(values: Any) -> str:
-    return json.dumps(values, sort_keys=True, default=_as_json)
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+    plain: Any = lambda value: sorted(value) if isinstance(value, (set, frozenset)) else str(value)  # noqa: E731
+    return json.dumps(values, sort_keys=True, default=plain)
 
 
 def _is_plain(value: Any) -> bool:
@@ -194,7 +188,7 @@ class HubFormat:
     ``persistent_buffers``: buffers that a checkpoint holds; ``buffers``: all of them. ``conversions``: of a model of
     transformers, between stored tensors and the model's. ``names``: ``stored_names``, of a plan that was loaded
     without its model. ``adapted``: of a model that peft has wrapped; ``config``, ``conversions`` and ``names`` are then
-    the base's. ``adapters``: what describes these adapters without the model (``describe_adapters``).
+    the base's. ``adapters``: of ``describe_adapters``.
     """
 
     config: dict[str, Any] | None = None

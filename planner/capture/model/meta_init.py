@@ -6,9 +6,8 @@ with meta_parameters():            parameters on meta, buffers real: the way to 
 with torch.device("meta"):         buffers on meta too: tables such as rotary frequencies have lost their values;
     model = Model(config)          they come back only if the model itself can initialise a module
 
-Freed memory is returned to the system (``give_back_freed``): glibc keeps its pages, between those in use, for the
-process. Building a model on the meta device and making a plan free much memory in small pieces, and a rank frees the
-user's model once its shards are copied. A step allocates large pieces, which fit into few of these gaps.
+Freed memory is returned to the system (``give_back_freed``): glibc keeps pages between those in use for the process,
+and a step allocates large pieces, which fit into few of these gaps.
 """
 
 from __future__ import annotations

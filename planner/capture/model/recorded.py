@@ -81,7 +81,6 @@ class RecordedValues:
 
 
 def recorded_values(model: nn.Module) -> RecordedValues | None:
-    """Of a model that ``build_recorded`` made."""
     return _recorded.get(model_of(model))
 
 

@@ -60,7 +60,18 @@ def load_model(
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
     """
     quiet_transformers()
-    return _built(reference, materialize, seed, values_later, fill)
+    if OPTION in reference:
+        return _with_adapters(reference, materialize, seed, values_later, fill)
+    if reference.startswith("hf:"):
+        seed_generators(seed)
+        path = Path(reference.removeprefix("hf:"))
+        return hugging_face_model(path, materialize, partial(seed_generators, seed) if values_later else None, fill)
+    named = NamedCode(reference, "MODEL", FORMS)
+    name, attribute = named.parts
+    seed_generators(seed)  # before the import: a file may build its model right there
+    source = named.module(name)
+    seed_generators(seed)
+    return uncompiled(_call(named.found(source, attribute), reference))
 
 
 def load_to_plan(reference: str, seed: int, *, has_values: bool = True) -> nn.Module:
@@ -80,21 +91,6 @@ def import_packages(reference: str) -> None:
     if option:
         with suppress(ImportError):
             import_module("peft")
-
-
-def _built(reference: str, materialize: bool, seed: int, values_later: bool, fill: Fill | None) -> nn.Module:
-    if OPTION in reference:
-        return _with_adapters(reference, materialize, seed, values_later, fill)
-    if reference.startswith("hf:"):
-        seed_generators(seed)
-        path = Path(reference.removeprefix("hf:"))
-        return hugging_face_model(path, materialize, partial(seed_generators, seed) if values_later else None, fill)
-    named = NamedCode(reference, "MODEL", FORMS)
-    name, attribute = named.parts
-    seed_generators(seed)  # before the import: a file may build its model right there
-    source = named.module(name)
-    seed_generators(seed)
-    return uncompiled(_call(named.found(source, attribute), reference))
 
 
 def quiet_transformers() -> None:
@@ -166,7 +162,7 @@ def _with_adapters(reference: str, materialize: bool, seed: int, values_later: b
     file = Path(adapters) / CONFIG if is_directory(Path(adapters)) else Path(adapters)
 
     def based(materialized: bool) -> nn.Module:
-        return _built(base, materialized, seed, False, fill)
+        return load_model(base, materialize=materialized, seed=seed, fill=fill)
 
     def wrapped(model: nn.Module) -> nn.Module:
         model.__dict__["name_or_path"] = base.removeprefix("hf:")

@@ -72,7 +72,6 @@ class Keys:
                 self._content[storage_of(tensor)] = (name, tensor)
 
     def of(self, value: Any) -> str:
-        """The key of an argument."""
         if isinstance(value, Tensor):
             return self._of_tensor(value)
         if isinstance(value, (list, tuple)):
@@ -94,7 +93,6 @@ class Keys:
         return f"{content}/{tuple(tensor.shape)}{tensor.stride()}{tensor.storage_offset()}{tensor.dtype}"
 
     def answered(self, asked: tuple[str, str], ask: Callable[[], Any]) -> Any:
-        """The first call's answer to the same question."""
         if asked not in self._answers:
             self._answers[asked] = ask()
         return self._answers[asked]

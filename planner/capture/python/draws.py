@@ -6,8 +6,6 @@
     time.time()                  a doubt: does the forward's result depend on it? (planner.capture.python.state)
     f"axis {uuid.uuid4().int}"   the same doubt; a number that is computed from it, or compared: PlanError
 
-The functions are replaced in their modules, and in the user's modules that imported them by name, for one forward.
-
 Seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say.
 
     torch.manual_seed(3); x + torch.randn_like(x)      PlanError: one process repeats the noise
@@ -171,7 +169,8 @@ class CertainDraws(TorchFunctionMode):
                 return answer
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if _draws(name, args, kwargs) and isinstance(result, Tensor) and result.numel() == 1:
+        draws = name in ("rand", "rand_like") or (name == "uniform_" and len(args) == 1 and not kwargs)
+        if draws and isinstance(result, Tensor) and result.numel() == 1:
             result._drawn_at_version = result._version  # pyright: ignore[reportAttributeAccessIssue]
         elif name in COMPARES and len(args) == 2 and _is_drawn(args[0]) and isinstance(args[1], (int, float)):
             answer = certain_answer(name, args[1])
@@ -181,10 +180,6 @@ class CertainDraws(TorchFunctionMode):
             if answer is not None:
                 return torch.tensor(answer, device=args[0].device).reshape(result.shape)
         return result
-
-
-def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    return name in ("rand", "rand_like") or (name == "uniform_" and len(args) == 1 and not kwargs)
 
 
 def _is_drawn(x: Any) -> bool:
@@ -251,7 +246,6 @@ class TorchSeeds:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Afterwards PyTorch's generator is restored."""
         generator = torch.default_generator
         with _untraced():
             state, self._own_seed = generator.get_state(), generator.initial_seed()

@@ -76,7 +76,6 @@ class EagerAnswers:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Around the exports of a capture."""
         replaced = {}
         owners: list[ModuleType] = [*self._modules, torch._dynamo, torch.fx]
         for owner, name, eager in _NO:

@@ -1,9 +1,5 @@
 """The Python modules with code that a forward may run: those of the model's classes, and others; and their caches.
 
-    users_modules      modules that define the model's classes and their bases
-    own_modules        also those of a user that are not installed
-    foreign_modules    also all others of a user or a library: a forward may import them when it needs them
-
 Functions under ``functools.lru_cache``: a forward fills them, and its tensors have no values while it is traced.
 
     @lru_cache
@@ -46,7 +42,9 @@ def users_modules(model: nn.Module) -> list[ModuleType]:
 
 
 def foreign_modules() -> list[ModuleType]:
-    """All Python modules that are neither Python's own nor PyTorch's, nor a library that knows nothing of tracing."""
+    """All that are neither Python's nor PyTorch's, nor a library that knows nothing of tracing. A forward may import
+    them when it needs them.
+    """
     named = ((name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _NOT_USERS)
     return [module for _, module in named if isinstance(module, ModuleType)]
 

@@ -106,7 +106,6 @@ class PythonState:
         self._hooks = [(table, set(table)) for name, table in held if "_hooks" in name and isinstance(table, dict)]
 
     def changes(self) -> list[Change]:
-        """The values that differ from the snapshot."""
         found = []
         for holder in self._holders:
             now = holder.read()

@@ -56,7 +56,6 @@ class ForwardWatch:
         self._keys, self._calls, self._records = Keys(), list[ForwardCall](), True
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Check the arguments of each torch function."""
         self._foreign.check(args, kwargs)
         self._draws.seeds.check(args, kwargs)
 
