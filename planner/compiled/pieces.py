@@ -6,14 +6,8 @@ read each other are one piece. Views at its ends are left outside: they cost not
 equal. Equal pieces, of all copies of a block and beyond, share one function.
 
 They are runs of the lowered stage: a product has its bias by then, and each collective is a call. A border is what
-is not compiled, each with its reason:
-
-products             one kernel already, and their backward is ours
-attention, lookups   likewise; a loss that overwrites its logits
-forms of their own   ops that communicate once they are sharded
-random draws         so that masks are the same as without compiling
-experts' domain      all but ops on one row at a time: a compiled function takes any number of rows
-complex numbers, sizes that follow values, Python of the user
+is not compiled (``_border``): products, attention and lookups are one kernel already; random draws, so that masks are
+the same as without compiling; of experts' domain all but ops on one row at a time.
 
 A path into a captured region or a recomputed block, or out of it, is a border too, and the inputs of a region raise all
 of it: its graph runs as one, so no piece may be both before and after it. The home of a call is
@@ -216,7 +210,6 @@ class _Cut:
         return sorted(found, key=lambda run: run[0])
 
     def _levels(self) -> dict[fx.Node, int]:
-        """The level of each plain call."""
         calls = [node for node in self.graph.nodes if node.op == "call_function"]
         self.home = self.homes.of_calls(calls)
         self.left = {node: reason for node in calls if (reason := _border(node, self.decisions))}
@@ -233,7 +226,9 @@ class _Cut:
             before = dict(floor)
             for node in calls:
                 region = self.home[node].region
-                ways = {v: level.get(v, 0) + self._is_border(v, node) for v in node.all_input_nodes}
+                near = [v for v in node.all_input_nodes if v in self.home and "change" not in v.meta]
+                ways = {v: level.get(v, 0) for v in node.all_input_nodes}
+                ways |= {v: ways[v] + (self.home[v] != self.home[node]) for v in near}  # from one home to another
                 if region is not None:
                     outer = [way for v, way in ways.items() if self.home.get(v, OUTSIDE).region != region]
                     floor[region] = max([floor.get(region, 0), *outer])
@@ -242,10 +237,6 @@ class _Cut:
             if floor == before:
                 return level
         raise AssertionError("captured regions of a stage read each other in a circle")
-
-    def _is_border(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether the way from a value to its reader goes from one home to another; changes of type are borders."""
-        return value in self.home and "change" not in value.meta and self.home[value] != self.home[reader]
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Without the views with which it begins, and those with which it ends. One of several results is no view."""

@@ -45,12 +45,10 @@ class Estimate:
 
     @cached_property
     def work(self) -> CutWork:
-        """Of the layout's microbatch."""
         return self.cut.at(self.layout.micro)
 
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
-        """[first, end) of the units of each stage."""
         found = self.work.ranges(self.layout.sizes)
         num_units = len(self.work.units)
         require(found[-1][1] == num_units, f"{found[-1][1]} units are distributed out of {num_units}")
@@ -60,7 +58,6 @@ class Estimate:
 
     @cached_property
     def holds(self) -> list[RankHolds]:
-        """Of each pp rank the bytes that stay."""
         found, layout = [], self.layout
         for rank in range(layout.mesh.pp):
             own = layout.mesh.stages_of(rank)
@@ -70,7 +67,6 @@ class Estimate:
 
     @cached_property
     def memory(self) -> tuple[MemoryRow, ...]:
-        """One row for each pp rank."""
         layout, mesh, rows = self.layout, self.layout.mesh, list[MemoryRow]()
         stages = shared_once([stage_bytes(self.work, layout, *of) for of in self.ranges], mesh)
         for rank, held in enumerate(self.holds):
@@ -83,7 +79,6 @@ class Estimate:
 
     @cached_property
     def cost(self) -> CostPlan:
-        """The row of seconds."""
         layout, run, alone = self.layout, self._run(messages=True), self._run(messages=False)
         ranks = range(layout.mesh.pp)
         longest = max(map(self._busy, ranks), key=lambda spent: spent.total)

@@ -177,7 +177,6 @@ class Backward:
 
     @property
     def aside(self) -> int:
-        """Bytes that are put aside so far."""
         kept = sum(self.trace.bytes_of[m] for m in self.kept_aside)
         hidden = sum(sum(self.trace.calls[at].hidden) for at in self.hidden_aside)
         return kept + hidden + sum(self.sizes[g] for g in self.given_aside)

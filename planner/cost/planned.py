@@ -102,7 +102,6 @@ def usable_bytes(cluster: Cluster) -> int:
 
 
 def too_large(memory: Sequence[MemoryRow], cluster: Cluster | None) -> Iterator[MemoryRow]:
-    """The rows that do not fit a device."""
     if cluster is not None:
         yield from (row for row in memory if row.total > usable_bytes(cluster))
 
@@ -162,6 +161,5 @@ def planned_work(lowered: Lowered, spec: Spec) -> CutWork:
 
 
 def _stand_alone(decisions: Decisions) -> bool:
-    """Whether a stage has no block."""
     of_stages = decisions.stages.blocks_of_stage
     return len(of_stages) > 1 and not all(of_stages)

@@ -46,7 +46,6 @@ class Apart:
 
 
 def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
-    """Of each pp rank."""
     shards, decisions, found = lowered.shards, lowered.decisions, []
     if not any(buffer.scatters for buffer in shards.buffers):
         return [0] * len(schedule.orders)

@@ -5,14 +5,9 @@ kinds stand here: rows on their way to experts, of which the number follows the 
 values that cross a cut between stages, sent and received, with their gradients on the way back.
 
 ``bytes`` are those of the full tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
-reduce-scatter.
-
-The collectives' rows of rows that go to experts: over ep each to its expert's rank, over etp to all holders of a
-part.
-
-``bytes``: over ep those of this rank's own rows, which it sends and gets back for any routing; over etp, on which a
-rank passes on received rows, as if every expert got equally many. An axis of one rank exchanges nothing. The number of
-slots does not depend on the routing, over both axes: E · C / tp · hidden, with padding if tp does not divide C.
+reduce-scatter. Of rows of experts: over ep those of this rank's own rows, which it sends and gets back for any routing;
+over etp, on which a rank passes on received rows to all holders of a part, as if every expert got equally many. The
+number of slots does not depend on the routing: E · C / tp · hidden, with padding if tp does not divide C.
 
 Tokens that go once to a rank: as many as choices that are equally likely give. Of E experts a token chooses k; none of
 c experts with probability C(E − c, k) / C(E, k), so a tp rank sends t · ep / tp · (1 − that for c = E / ep). If ep
@@ -57,7 +52,6 @@ from planner.trace.trace import TraceCall
 
 
 def collective_rows(lowered: Lowered, places: Places) -> tuple[CollectivePlan, ...]:
-    """One row for each exchange of a microbatch."""
     rows = rows_of_stages(lowered, places)
     if lowered.decisions.terms.in_turn > 1:  # all forwards of a step run twice
         rows = [replace(row, count=2) if row.phase == "forward" else row for row in rows]
@@ -126,7 +120,6 @@ def exchanges_of(decisions: Decisions) -> list[fx.Node]:
 
 
 def _of_rows(node: fx.Node, mesh: Mesh) -> Iterator[Sent]:
-    """A dispatch or a combine, in both directions."""
     for phase in ("forward", "backward") if node.meta["grad"] else ("forward",):
         for axis, size in _over_ep(node, mesh):
             yield Sent(axis, ALL_TO_ALL, phase, size)

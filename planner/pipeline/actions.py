@@ -34,7 +34,6 @@ def format_order(order: Order) -> str:
 
 
 def has_weights(orders: Iterable[Order]) -> bool:
-    """Whether gradients of weights are actions of their own."""
     return any(action.kind == "W" for order in orders for action in order)
 
 

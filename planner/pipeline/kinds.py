@@ -33,7 +33,6 @@ class Sizes(NamedTuple):
 
     @property
     def num_forwards(self) -> int:
-        """Of a rank."""
         return self.num_microbatches * self.vpp
 
     def check_few(self, kind: str, num_actions: int) -> None:

@@ -6,14 +6,12 @@
     layout = part…             part = thing | thing * n           thing = E | t | m | L | "|" | ( part… )
 
 E is the embedding (the ops before the blocks), t a block, L the ops from the last block to the loss, and m a
-layer of multi-token prediction. A bar ends a stage; nothing between two bars is an empty stage. ``planner.fold``
-decides which rank runs a stage. Every error shows the text and points at the character.
+layer of multi-token prediction. A bar ends a stage; nothing between two bars is an empty stage.
 
-The spec's split of blocks into stages: every notation becomes one layout.
+Every notation of the spec becomes one:
 
     [6, 6]                      blocks of each stage, in the order of the model
     [[3, 3], [2, 4]]            of each pp rank the blocks of each of its chunks
-    Et*3|t*4|tL                 a layout: it places embedding and loss
     {first: 4, last: 5}         evenly, but so many on the first and on the last rank
     {embedding: true}           evenly, with the embedding (or the loss) as a block
 
@@ -58,7 +56,6 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        """The number of blocks of each stage."""
         return [sum(mark.letter == "t" for mark in stage) for stage in self.stages]
 
     @property
@@ -187,7 +184,6 @@ class _Reader:
         return self.repeated(marks)
 
     def repeated(self, marks: list[Mark]) -> list[Mark]:
-        """``marks`` as often as the ``*n`` says that may follow."""
         if self.text[self.at : self.at + 1] != "*":
             return marks
         found = re.compile("[0-9]+").match(self.text, self.at + 1)

@@ -46,12 +46,10 @@ class Message(NamedTuple):
 
     @property
     def sender(self) -> int:
-        """The stage that sends it."""
         return self.boundary if self.kind == "F" else self.boundary + 1
 
     @property
     def receiver(self) -> int:
-        """The stage that receives it."""
         return self.boundary + 1 if self.kind == "F" else self.boundary
 
     def link(self, pp: int, fold: Fold) -> Link | None:

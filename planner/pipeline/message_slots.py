@@ -1,4 +1,4 @@
-"""The static buffer of each message of a rank, if a full iteration is one graph.
+"""The static buffer of each message of a rank, if a full iteration is one graph; buffers and graphs of its forwards.
 
 A graph keeps all memory that another stream touches in its capture, so every NCCL buffer allocated there. Buffers
 allocated earlier serve many messages in turn, each for the messages of one boundary in one direction:
@@ -8,25 +8,13 @@ allocated earlier serve many messages in turn, each for the messages of one boun
     sent        from its action until a message comes from the rank that took it, sent by an action at or after the
                 one that used it: then its end can be awaited without delay; no message follows values without gradients
 
-Static buffers, and graphs, of the forwards of a rank, so that few of them serve many microbatches:
+A forward of layer i takes the buffer of i's kind that has been free longest, or a new one; its backward frees it. A
+region makes the gradients of its weights there too, so its memory waits for no W.
 
-    take(F of microbatch m, layer i)   the buffer of i's kind that has been free longest, or a new one
-    free(B of microbatch m, layer i)   that buffer, for the next forward of the kind; a region makes the gradients of
-                                       its weights there too, so its memory waits for no W
-
-Two questions are answered by the same queue, with another kind:
-
-    static inputs     kind = signature (shape, dtype, stride): layers of one signature share buffers
-                      equal signatures:  layers · (warm-up + 1)
-    graphs by slot    kind = the layer itself, since a graph has the layer's weights inside:
-                      2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
-                      one chunk:         2 · layers · (warm-up + 1)
+    static inputs     kind = signature (shape, dtype, stride)       layers · (warm-up + 1), if signatures are equal
+    graphs by slot    kind = the layer, as a graph has the layer's weights, and reads and writes the addresses of its
+                      capture: 2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
     graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers if none overlap
-
-The first two count layers in flight at once, so they do not grow with the number of microbatches. With several chunks
-Σ of their peaks is a little more than warm-up + 1, as chunks do not peak at one time (pp 4, vpp 2: 8 + 4 on rank 0,
-with 11 in flight at once). A graph reads and writes the addresses of its capture: were the 11 buffers for both
-chunks, each chunk would be given all of them in turn and need as many graphs, 11 + 11 pairs, to save one slot.
 """
 
 from __future__ import annotations
@@ -82,7 +70,6 @@ def message_slots(
 
 
 def ring_sizes(slots: Slots) -> dict[Ring, int]:
-    """How many buffers each ring has."""
     sizes: dict[Ring, int] = {}
     for (is_received, message), slot in slots.items():
         ring = ring_of(is_received, message)
@@ -149,7 +136,6 @@ def static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[Slo
 
 
 def num_static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> int:
-    """How many static input buffers ``order`` needs."""
     return len(set(static_input_slots(order, num_layers).values()))
 
 

@@ -59,11 +59,9 @@ class SchedulePlan:
 
     @property
     def has_weights(self) -> bool:
-        """Whether gradients of weights are actions of their own."""
         return has_weights(self.orders)
 
     def on(self, mesh: Mesh) -> Schedule:
-        """The schedule of this row, over the stages of ``mesh``."""
         sizes = (mesh.pp, mesh.vpp, self.num_microbatches, mesh.pp)
         return Schedule(self.kind if self.kind in KINDS else CUSTOM, *sizes, self.orders, mesh.fold)
 
@@ -104,7 +102,6 @@ class Schedule:
 
     @property
     def has_weights(self) -> bool:
-        """Whether gradients of weights are actions of their own."""
         return has_weights(self.orders)
 
     @property

@@ -1,24 +1,17 @@
 """Run a schedule before anything runs: does it end, how much of it is bubble, how much does a rank hold.
 
-    a forward of stage s waits for that microbatch's forward of stage s - 1
-    a backward of stage s waits for its own forward and that microbatch's backward of stage s + 1
-    the gradients of weights wait for their backward
     bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
 
-The clock (``planner.pipeline.clock``) runs it twice. Once in lock step (every action takes one step): that gives the
-grid of steps and ranks and finds deadlocks. The messages of each link must have one order at both its ends
-(``planner.pipeline.links``). Then with costs, which gives start and end of every action.
+The clock (``planner.pipeline.clock``) runs it twice: in lock step, where every action takes one step, for the grid of
+steps and ranks and for deadlocks; then with costs, for start and end of every action. The messages of each link must
+have one order at both its ends (``planner.pipeline.links``).
 
-A schedule as text, and back.
-
-In text an action is ``F3.1``: forward of microbatch 3 on chunk 1; ``B3.1`` its backward; ``W3.1`` the gradients of its
-weights, if they are an action of their own. A schedule is a head line and a line a rank:
+A schedule as text is a head line and a line a rank; ``fold=v`` ends the head of chunks that run down the ranks and
+back:
 
     1f1b pp=2 vpp=1 microbatches=2 group=2
     0: F0.0 F1.0 B0.0 B1.0
     1: F0.0 B0.0 F1.0 B1.0
-
-A list by hand over two chunks that run down the ranks and back says so: ``custom pp=2 vpp=2 … group=2 fold=v``.
 """
 
 from __future__ import annotations
@@ -106,7 +99,6 @@ def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple
 
 
 def _lock_steps(schedule: Schedule) -> Steps:
-    """Every action takes one step."""
     ones = [1] * schedule.num_stages
     spans = _spans(schedule, StageCosts(ones, ones, ones))
     steps = [[None] * schedule.pp for _ in range(max((round(end) for rank in spans for _, end in rank), default=0))]
@@ -199,7 +191,6 @@ def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold =
 
 
 def _around(place: int, count: int, most: int) -> int:
-    """The first of at most ``most`` of ``count``, with ``place`` in their middle if possible."""
     return max(0, min(place - most // 2, count - most))
 
 

@@ -4,26 +4,21 @@
     W         if the next F or B cannot start yet, and before an F that would hold more than is allowed
     held      of a rank, at most ``most_held`` pairs of microbatch and chunk between their F and their W
 
-The ranks are run in the order of time, each W decided when its rank is free. How much of a W must fit into a wait is
-open: all of it, half of it or nothing is tried on a few microbatches, and the shortest run is taken.
+Ranks run in the order of time, each W decided when its rank is free. How much of a W must fit into a wait is open: it
+is tried on a few microbatches, and the shortest run is taken. Of equal stages a rank is idle for (pp − 1)·(F + B − W),
+of 1f1b for (pp − 1)·(F + B + W).
 
-    equal stages of F, B, W     idle time of a rank (pp − 1)·(F + B − W), of 1f1b (pp − 1)·(F + B + W)
-
-zero_bubble_v: two chunks a rank, folded into a v, in the order in which work comes (ZB-V of Qi et al. 2024).
+zero_bubble_v: two chunks a rank, folded into a v (ZB-V of Qi et al. 2024, "Pipeline Parallelism with Controllable
+Memory", section 4). Their orders repeat one pattern, which takes F, B and W to cost about the same; these follow the
+costs of each stage.
 
     stages    of 4 ranks  0 1 2 3      a microbatch comes down the first row and back along the second: its loss is
                           7 6 5 4      on rank 0, and no rank waits for a message at the turn
-    next      of work that can start, the rank's preference; if none can: the W that has waited longest
-    held      of a rank, at most pp whole microbatches: one is admitted when both its chunks, to their W, have a place
+    next      of work that can start, the rank's preference, tried too; if none can: the W that has waited longest
+    held      of a rank, at most pp whole microbatches, as 1f1b: one is admitted when both its chunks have a place
 
-All ranks are run in the order of time. The best preference of each rank depends on the costs: the variants of
-_PREFERENCES are tried on a few microbatches, and the shortest run is taken. (Qi et al. 2024, "Pipeline Parallelism with
-Controllable Memory", section 4: memory as 1f1b's. Their orders repeat one pattern, which takes F, B and W to cost about
-the same; these follow the costs of each stage.)
-
-    equal F, B, W of a chunk    a rank is idle for (pp − 1)·F, as long as the first microbatch takes to the last rank:
-                                no order is shorter; zero_bubble, with an F of two chunks, idles 2·(pp − 1)·F
-                                (up to 4·pp microbatches; of more a little longer)
+Of equal F, B, W of a chunk a rank is idle for (pp − 1)·F, the time of the first microbatch to the last rank: no order
+is shorter (up to 4·pp microbatches; of more a little longer).
 """
 
 from __future__ import annotations
@@ -53,11 +48,9 @@ class StageCosts(NamedTuple):
         return cls(*([1.0] * num_stages for _ in range(3)))
 
     @property
-    def ticks(self) -> tuple[list[int], list[int], list[int]]:
-        """In integers."""
+    def ticks(self) -> tuple[tuple[int, ...], ...]:
         longest = max(map(max, self)) or 1.0
-        forward, backward, weights = ([round(cost * _TICKS / longest) for cost in costs] for costs in self)
-        return forward, backward, weights
+        return tuple(tuple(round(cost * _TICKS / longest) for cost in costs) for costs in self)
 
 
 class Tried(NamedTuple):
@@ -109,7 +102,6 @@ class _Timeline:
         raise NotImplementedError
 
     def begun(self, rank: int, action: Action) -> None:
-        """Count an action that has begun."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -215,14 +207,11 @@ class _Way(NamedTuple):
 
 def folded_orders(pp: int, num_microbatches: int, costs: StageCosts) -> tuple[Order, ...]:
     """Of each of ``pp`` ranks its F, B and W; ``costs``: of each of the 2·pp stages."""
-    return _orders(pp, num_microbatches, *(tuple(side) for side in costs.ticks))
+    return _orders(pp, num_microbatches, costs.ticks)
 
 
 @lru_cache(maxsize=256)
-def _orders(
-    pp: int, num_microbatches: int, forward: tuple[int, ...], backward: tuple[int, ...], weights: tuple[int, ...]
-) -> tuple[Order, ...]:
-    costs = (forward, backward, weights)
+def _orders(pp: int, num_microbatches: int, costs: tuple[tuple[int, ...], ...]) -> tuple[Order, ...]:
     ways = [_Way(preferences, share) for preferences in _PREFERENCES for share in _FOLDED_SHARES]
     few = min(num_microbatches, 4 * pp)
     tried = [_FoldedRanks(pp, few, costs, way) for way in ways]

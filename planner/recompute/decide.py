@@ -15,10 +15,7 @@ What a selective piece keeps are the fewest bytes from which all freed memory is
 
 (Jain et al. 2020, "Checkmate", asks the same of memory under a budget; here the price is set by a ratio instead.)
 
-The kind of ``recompute`` that the spec gives each block: one for all, or globs over dotted names of blocks.
-
-full                                    all blocks
-{"h.*": selective, "h.[0-3]": full}     of the globs that name a block the last one decides; of the others: none
+A spec gives one kind for all blocks, or globs over their dotted names, of which the last one decides.
 """
 
 from __future__ import annotations
@@ -56,7 +53,12 @@ def _decide(piece: Piece, memories: Memories) -> None:
     once = {m for call in memories.calls if memories.runs_once(call) for m in memories.written(call)}
     gathers = piece.kind == FULL  # which frees what products gather, too
     hiding = [call for call in memories.calls if call.hidden]
-    worth = [call for call in hiding if (gathers and call.changed is not None) or worth_inside(memories, call)]
+    worth = [
+        call
+        for call in hiding
+        if (gathers and call.changed is not None)
+        or (not _stays(memories, call) and memories.cost(call) <= MOST_PER_BYTE_INSIDE * sum(call.hidden))
+    ]
     kept = memories.seen | once
     if piece.kind != FULL:
         kept |= kept_memories(memories, worth)
@@ -148,11 +150,6 @@ def is_dear(memories: Memories, call: TraceCall) -> bool:
     """Whether a call is not worth its bytes."""
     size = sum(map(memories.bytes, memories.made(call)))
     return _stays(memories, call) or memories.flops(call) > MOST_PER_BYTE * size
-
-
-def worth_inside(memories: Memories, call: TraceCall) -> bool:
-    """Whether the insides of a call are worth running it again."""
-    return not _stays(memories, call) and memories.cost(call) <= MOST_PER_BYTE_INSIDE * sum(call.hidden)
 
 
 def _stays(memories: Memories, call: TraceCall) -> bool:

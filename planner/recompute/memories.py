@@ -28,7 +28,6 @@ class Scene:
 
     @cached_property
     def home(self) -> list[Piece | None]:
-        """Of each call its piece."""
         homes, calls = self.homes, self.trace.calls
         return [homes.of_call(c.name) if c.changed is None else homes.of_change(c.changed) for c in calls]
 
@@ -51,7 +50,6 @@ class Scene:
 
     @cached_property
     def weights(self) -> set[int]:
-        """Memory of parameters."""
         names, found = self.decisions.program.parameters, self.trace.memory_of
         return {found[name] for name in names if name in found}
 
@@ -141,7 +139,6 @@ class Memories:
         return not any(self._is_no_op(call) or not lost.isdisjoint(call.reads) for call in (self.maker[memory], by))
 
     def made(self, call: TraceCall) -> list[int]:
-        """New memory that ``call`` makes."""
         return [memory for memory in dict.fromkeys(call.makes) if self.maker.get(memory) is call]
 
     def bytes(self, memory: int) -> int:
@@ -175,11 +172,9 @@ class Memories:
         return call.changed is None and self.scene.node(call).target is torch.ops.aten.dropout.default
 
     def exchanges(self, call: TraceCall) -> bool:
-        """Whether its forward talks to other ranks."""
         return self.scene.node(call).target in EXCHANGES or any(sent.phase == "forward" for sent in call.seen.sent)
 
     def flops(self, call: TraceCall) -> int:
-        """Of one rank."""
         return sum(map(self.flops_of, call.ops))
 
     def flops_of(self, name: str) -> int:

@@ -25,7 +25,6 @@ EXPERT_PARTS = frozenset({ROUTER, PREPROCESS, WHOLE})
 
 
 def layers_of(block: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[ExpertLayer]:
-    """The layers with their router in a block."""
     names = {node.name for node in block}
     return [layer for layer in layers if layer.logits in names]
 
@@ -66,11 +65,8 @@ def _by_expert(rest: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[f
     """Calls in the domain of experts, or that read their weights."""
     names = {name for layer in layers for weight in layer.weights for name in weight.nodes}
     names |= {name for layer in layers for name in layer.products}
-
-    def reads_experts(node: fx.Node) -> bool:
-        return not names.isdisjoint({node.name, *(n.name for n in node.all_input_nodes)})
-
-    return [node for node in rest if domain_of(node) is not None or reads_experts(node)]
+    read = {node: {node.name, *(n.name for n in node.all_input_nodes)} for node in rest}
+    return [node for node in rest if domain_of(node) is not None or not names.isdisjoint(read[node])]
 
 
 def _too_late(part: Collection[fx.Node]) -> set[fx.Node]:

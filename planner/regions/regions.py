@@ -17,8 +17,7 @@ call.
 Calls that no CUDA graph captures: they wait for the device, have no fixed shape, or run Python of their own.
 
 For experts: the host waits for the exchange of counts, and all ops up to the combine have a number of rows that depends
-on it. Also a part that cannot run as one call: one that a stage boundary splits, or one that reads values made from its
-own outputs outside.
+on it.
 """
 
 from __future__ import annotations
@@ -166,7 +165,6 @@ def _with_items(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _refusal_of_experts(part: str, nodes: Sequence[fx.Node], decisions: Decisions) -> Refusal | None:
-    """Why experts are no part of one size."""
     node = of_uncertain_size(nodes, decisions.experts.layers) if part == WHOLE else None
     if node is None or domain_of(node) is not None:
         return None

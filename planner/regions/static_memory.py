@@ -4,10 +4,9 @@
     replays   = Σ over regions of the chunk   (forward, and backward where one follows) · microbatches
     bytes     = Σ over regions of the chunk   (inputs + outputs + gradients of one slot) · slots
 
-A slot serves one microbatch from its forward to its backward, so a chunk has as many as it has microbatches in flight.
-make_graphed_callables of Transformer Engine captures for each microbatch, and regions of one signature take their
-inputs in turn from one queue. A full iteration is one graph, replayed once: static are the batch and its denominators,
-and the buffers of messages between stages.
+A chunk has as many slots as it has microbatches in flight. make_graphed_callables of Transformer Engine captures for
+each microbatch, and regions of one signature take their inputs in turn from one queue. A full iteration is one graph,
+replayed once: static are the batch and its denominators, and the buffers of messages between stages.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
     a run of the flattened part  --rectangles-->  boxes of the part  --in_whole-->  boxes of the full tensor
 
-A box names its elements without a word of tp, dp or padding, so that any layout finds the elements that another has
-written.
-
-One rank's part of a full tensor: its placement over one axis, and for experts those of its ep rank.
+A box names its elements without a word of tp, dp or padding, so that any layout finds what another has written. A
+rank's part is its placement over one axis, and for experts those of its ep rank; the two shard different dims:
 
     [.., n, ..] --pad--> [.., n + padding, ..] --Placement.slices(size, rank)--> [.., n / size, ..]       over tp or etp
     [.., E, ..] --ExpertPart.first(ep, ep_rank)--> [.., E / ep, ..]                                        over ep
 
-The two shard different dims. A tensor of one expert alone is complete on one ep rank, and absent on the others.
+A tensor of one expert alone is complete on one ep rank, and absent on the others.
 """
 
 from __future__ import annotations

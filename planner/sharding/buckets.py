@@ -15,9 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 
-from passes.errors import PlanError
-
-ALIGNMENTS = ("nccl", "none")
 _START_MULTIPLE = 64
 _END_MULTIPLE = 128
 
@@ -118,20 +115,8 @@ def lay_out(
     """Lay out ``parameters`` (name, number of elements; in the model's order) over ``num_ranks``.
 
     A bucket closes once it has at least ``bucket_size`` elements; None means one bucket. With ``units`` (name → unit)
-    a bucket has parameters of one unit. Raises PlanError for an unknown alignment or a bucket size below 1.
+    a bucket has parameters of one unit.
     """
-    if alignment not in ALIGNMENTS:
-        raise PlanError(
-            f"unknown alignment {alignment!r} of the gradient buffers",
-            where="optimizer.alignment",
-            fix=f"choose one of {', '.join(ALIGNMENTS)}",
-        )
-    if bucket_size is not None and bucket_size < 1:
-        raise PlanError(
-            f"bucket size {bucket_size} is below one element",
-            where="optimizer.bucket_size",
-            fix="give a positive number of elements, or remove it",
-        )
     filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment))
     previous: object = None
     for name, num_elements in reversed(_together(list(parameters), units or {})):

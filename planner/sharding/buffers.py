@@ -117,12 +117,10 @@ class Buffer:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of weights that stay on one rank."""
         return (self.layout.shard_elements() if self.gathers else self.layout.num_elements) * self.dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that stay on one rank."""
         if self.is_frozen:
             return 0
         elements = self.layout.shard_elements() if self.scatters else self.layout.num_elements

@@ -114,7 +114,6 @@ class ParameterPlan:
 
     @property
     def axis(self) -> str:
-        """The axis of its placement."""
         return axis_of(self.expert)
 
     @property
@@ -127,7 +126,6 @@ class ParameterPlan:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full parameter."""
         return prod(self.shape)
 
 

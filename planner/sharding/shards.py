@@ -1,8 +1,7 @@
 """All that a rank holds, sums and exchanges, in one value: the plan carries it, passes and runtime read it.
 
-Values sent from one stage to the next are the live ones at the cut, in local shapes, never as partial sums.
-
-The collectives of a step over the gradient buffers, after its last backward has begun.
+Values sent from one stage to the next are the live ones at the cut, in local shapes, never as partial sums. The
+collectives of a step over the gradient buffers, after its last backward has begun:
 
 dp, dp-cp, edp       reduce-scatter of each bucket (zero 2 and 3: of each microbatch), all-gather of its parameters
                      (zero 3: planner.exchanges.collectives); zero 0: one all-reduce

@@ -2,21 +2,15 @@
 
 forward    what the piece reads from outside, and what is read outside of it
 backward   the gradients of its results, what it reads from outside (the rest is recomputed in registers), and the
-           gradients of that
+           gradients of that; a value that several of its calls read has one, summed inside of the kernel
 
-Sums of gradients of a value that several calls of a piece read are inside of the kernel.
-
-The tensors that compiled pieces save for their backward: as AOTAutograd cuts them, fewer than their ops do.
-
-A compiled backward computes values of its piece again from those that it saved. It saves the fewest bytes from which
-all others follow, a minimum cut:
+For its backward a piece saves as AOTAutograd cuts it: the fewest bytes from which all that its ops would save follow.
+In registers nothing is dear: only products, random draws and exchanges are, and none of them is in a piece.
 
     begin → m       m is read by the piece, and made outside of it
     m in → m out    the bytes of m; none if another call saves m anyway, or the stage does not own it
     r out → m in    a call of the piece makes m of r
     m out → end     an op of the piece saves m
-
-In registers nothing is dear: only products, random draws and exchanges are, and none of them is in a piece.
 """
 
 from __future__ import annotations
@@ -76,7 +70,6 @@ def _kernels(trace: StageTrace, ops: OpsOf, numbers: Sequence[int], readers: dic
 
 
 def _results(trace: StageTrace, calls: Sequence[TraceCall], memories: set[int]) -> list[int]:
-    """A value of each of ``memories``."""
     found: dict[int, int] = {}
     for call in calls:
         for number in call.results:

@@ -9,12 +9,9 @@ forward of the copies before it to their backward; tensors put aside for a W wai
 A trace is walked at its own size and at twice as many sequences, so that each figure splits into a part proportional to
 the batch and a constant part. Temporaries of ops scale as their results do, gradients of weights are constant.
 
-The unit of each call of a stage: a unit is a block with the calls that are anchored to it.
-
-a call                  the unit that it is anchored to; computed in every stage that reads it (masks, rotary
-                        tables): the units of its readers
-a change of partial sums    the unit that made them, for they are summed before they are sent
-any other change of type    the units of its readers
+A unit is a block with the calls that are anchored to it. A call that every stage with a reader of it computes (masks,
+rotary tables) belongs to the units of its readers; so does a change of type, but one of partial sums to the unit that
+made them, for they are summed before they are sent.
 """
 
 from __future__ import annotations

@@ -171,7 +171,6 @@ class UnitWork:
 
     @property
     def returned(self) -> Size:
-        """Bytes of the gradients that come back if a stage ends here."""
         return Size.total(value.bytes for value in self.after if value.has_gradient)
 
 

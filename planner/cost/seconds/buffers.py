@@ -59,12 +59,10 @@ class HeldBuffer:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of weights that stay."""
         return (self.shard if self.zero == 3 else self.elements) * self.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that stay."""
         return (self.shard if self.zero >= 2 else self.elements) * self.gradient_itemsize
 
     @property
@@ -203,7 +201,6 @@ def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout
 
 
 def stage_bytes(work: CutWork, layout: Layout, first: int, end: int) -> StageBytes:
-    """Of the stage of units [first, end)."""
     assert work.memory is not None, "a work without memory has no rows"
     key = "bytes", layout.recompute, work.source[first:end], layout.waits
     if key not in work.cache:
@@ -220,7 +217,8 @@ def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_
     count, few = layout.num_microbatches, 2 * pp + 2 * group
     if KINDS[layout.schedule].repeats and count > few:
         count = min(count, few + (count - few) % group)
-    order = _order(layout.schedule, Sizes(pp, count, mesh.vpp, group), rank)
+    kind, sizes = layout.schedule, Sizes(pp, count, mesh.vpp, group)
+    order = _orders_of_equal_stages(kind, sizes)[rank] if KINDS[kind].waits else rank_order(kind, sizes, rank)
     awaited, sends = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
     for chunk, stage in enumerate(own):
         for kind, given in (("F", stages[stage].received), ("B", stages[stage].returned)):
@@ -235,11 +233,6 @@ def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_
         if action.kind != "W":
             sent[action.kind] = sends[action.kind, action.chunk]
     return peak(order, [stages[stage] for stage in own], under_way)
-
-
-def _order(kind: str, sizes: Sizes, rank: int) -> Order:
-    """The actions of a rank; with deferred weight gradients, those of equal stages."""
-    return _orders_of_equal_stages(kind, sizes)[rank] if KINDS[kind].waits else rank_order(kind, sizes, rank)
 
 
 @lru_cache(maxsize=256)

@@ -3,30 +3,25 @@
 A collective that overlaps products costs the exposed rest: seconds − overlap · min(seconds, those products). If weight
 gradients wait for a W of the schedule, nothing overlaps the collectives of a backward.
 
-Seconds of a kernel on a device, by the roofline (Williams, Waterman, Patterson 2009), softened for small work.
+Kernels by the roofline (Williams, Waterman, Patterson 2009), softened for small work:
 
-    product on a GPU    the fastest tile: rounds · tiles at once · 2·rows·columns·(k + t) / (peak · product_fraction)
+    product on a GPU    the fastest tile: rounds · processors · 2·rows·columns·(k + t) / (peak · product_fraction)
+                        rounds = ⌈b · ⌈m / rows⌉ · ⌈n / columns⌉ / processors⌉: the last one leaves processors idle
     other product       2·(k + t)·b·(m + t)·(n + t) / (peak · product_fraction)
     attention           its operations / (peak · attention_fraction); on a GPU of heads filled up to a multiple of 32,
                         above 128 features of 64 (the kernels of Dao 2023, "FlashAttention-2")
     bytes               bytes / (bandwidth · bandwidth_fraction)
     a kernel            √(launch² + max(operations, bytes)²)
 
-A GPU computes a product in tiles (below). Elsewhere a tile at an edge is half empty on average, which costs t more rows
-and columns. In both, k must fill the pipeline of a tile once, which costs t more steps; t is the device's half_tile.
-Attention heads and shards over many ranks lose this way. A kernel that takes long hides the launch of the next; one
-that does not takes as long as a launch. The kernels of a pass of a stage take at least as long as its host needs to
-launch them; it launches a captured CUDA graph as one kernel.
-
-Products of a GPU, tile by tile: each processor computes one tile of the result at a time, in rounds.
-
-    rounds = ⌈b · ⌈m / rows⌉ · ⌈n / columns⌉ / processors⌉          the last one leaves processors idle
+A GPU computes a product in tiles. Elsewhere a tile at an edge is half empty on average, which costs t more rows and
+columns. In both, k must fill the pipeline of a tile once, which costs t more steps; t is the device's half_tile. A
+kernel that takes long hides the launch of the next; one that does not takes as long as a launch. The kernels of a pass
+of a stage take at least as long as its host needs to launch them; it launches a captured CUDA graph as one kernel.
 
 A library has kernels of several tiles and takes the fastest. A large tile reads each operand less often; a small one
 leaves less of an edge and of the last round empty. If few tiles have a long k, it is split, and the parts are added.
-Tiles and their order are those of NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.1 (tiles),
-3.2 (tile quantization) and 3.3 (wave quantization); the speed of a small tile beside the largest is an estimate from
-the bytes that it reads for each operation.
+(NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.1 to 3.3: tiles, tile and wave quantization; the
+speed of a small tile beside the largest is an estimate from the bytes that it reads for each operation.)
 """
 
 from __future__ import annotations
@@ -250,7 +245,6 @@ class WorkSeconds:
         self.forward_until = [0.0, *accumulate(unit.forward.total for unit in self.units)]
 
     def stage(self, first: int, end: int) -> UnitSeconds:
-        """Of a stage of units [first, end)."""
         total = UnitSeconds()
         for unit in self.units[first:end]:
             total = total.plus(unit)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.errors import PlanError
 from planner.sharding.buckets import default_bucket_size, end_multiple, lay_out, padded, start_multiple
 from tests.tools.paths import ORACLES
 
@@ -120,14 +119,6 @@ def test_default_bucket_is_forty_million_elements_or_one_million_a_rank():
 def test_no_parameters_give_an_empty_buffer():
     layout = lay_out([], 4)
     assert (layout.num_elements, layout.buckets, owned_ranges(layout, 3)) == (0, (), ())
-
-
-def test_unknown_alignment_and_empty_bucket_are_named_with_a_fix():
-    with pytest.raises(PlanError, match="unknown alignment 'ncl'") as error:
-        lay_out([("a", 1)], 2, alignment="ncl")
-    assert "nccl, none" in error.value.fix
-    with pytest.raises(PlanError, match="bucket size 0"):
-        lay_out([("a", 1)], 2, bucket_size=0)
 
 
 @given(
