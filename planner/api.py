@@ -167,7 +167,6 @@ class _Given:
         return self.model
 
     def search(self, spec: Spec, top: int, progress: Progress) -> tuple[Captured, Result]:
-        """Capture once, then search."""
         if spec.cluster is None:
             fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
             raise spec.error(

@@ -37,7 +37,6 @@ class Form:
         return torch.tensor(self.value, dtype=getattr(torch, self.dtype))
 
     def given(self, rows: Tensor) -> Tensor:
-        """The form that the model gets."""
         if self.value is not None:
             rows = torch.tensor(self.value, dtype=rows.dtype).repeat(len(rows), *[1] * (rows.dim() - 1))
         return rows.flatten(0, 1) if self.joined else rows.movedim(0, self.batch_dim).contiguous()

@@ -97,7 +97,6 @@ class Plan(Tables):
 
     @property
     def hub(self) -> HubFormat:
-        """The format of the model's checkpoints."""
         return HubFormat() if self.owner is None else self.owner.hub
 
     def step_flops(self) -> float:

@@ -64,8 +64,7 @@ def _rank_program(
     modules = [_stage(plan, context, index, chunk) for chunk, index in enumerate(indices)]
     counts = decisions.terms.counts
     if counts is not None:
-        root = _constants_of(plan, counts, counted or {})
-        counts = fx.GraphModule(root, _with_constants(decisions.program, counts))
+        counts = _with_constants(plan, counts, counted or {})
         place(counts.graph, context.device)
         counts.recompile()
     inputs = tuple(decisions.program.inputs[n] for n in decisions.terms.count_inputs if n in decisions.program.inputs)
@@ -161,7 +160,6 @@ def lower_kept_rows(
 
 
 def _context_again(plan: Plan, rank: int, program: RankProgram, device: torch.device | str) -> LowerContext:
-    """The context of ``rank``, with the handles of ``program``."""
     context, _ = context_of(plan, rank, torch.device(device), thorough=False)
     return replace(_with_handles(context, program), load=program.load or context.load, sums=program.sums)
 
@@ -204,33 +202,26 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _constants_of(plan: Plan, graph: fx.GraphModule, known: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The tensors that the counts read beside the batch: lifted constants, and buffers of the model (such as class
-    weights), unless they are ``known``.
+def _with_constants(plan: Plan, module: fx.GraphModule, known: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """The graph of the counts with what it reads beside the batch as attributes: lifted constants, and buffers of the
+    model (such as class weights), unless they are ``known``.
     """
-    root, program = nn.Module(), plan.to_run()[0].program
-    for node in graph.graph.nodes:
-        if node.op == "placeholder" and node.name in program.constants:
-            root.register_buffer(node.name, program.constants[node.name].detach().clone())
-        elif node.op == "placeholder" and program.buffers.get(node.name) in known:
-            root.register_buffer(node.name, known[program.buffers[node.name]])
-        elif node.op == "placeholder" and node.name in program.buffers:
-            assert plan.model is not None, "the model was released before its buffers were read"
-            value = buffer_value(plan.model, program.buffers[node.name])
-            root.register_buffer(node.name, value.detach().to(program.node(node.name).meta["val"].dtype, copy=True))
-    return root
-
-
-def _with_constants(program: Program, module: fx.GraphModule) -> fx.Graph:
-    """The graph of the counts with constants as attributes, so that only batch tensors are its arguments."""
-    graph = fx.Graph()
-    env: dict[fx.Node, Any] = {}
+    root, graph, program, env = nn.Module(), fx.Graph(), plan.to_run()[0].program, dict[fx.Node, Any]()
     for node in module.graph.nodes:
-        if node.op == "placeholder" and (node.name in program.constants or node.name in program.buffers):
-            env[node] = graph.create_node("get_attr", node.name)
-        else:
+        if node.op != "placeholder" or node.name not in {*program.constants, *program.buffers}:
             env[node] = graph.node_copy(node, lambda n: env[n])
-    return graph
+            continue
+        env[node] = graph.create_node("get_attr", node.name)
+        fqn = program.buffers.get(node.name, "")
+        if node.name in program.constants:
+            value = program.constants[node.name].detach().clone()
+        elif fqn in known:
+            value = known[fqn]
+        else:
+            assert plan.model is not None, "the model was released before its buffers were read"
+            value = buffer_value(plan.model, fqn).detach().to(program.node(node.name).meta["val"].dtype, copy=True)
+        root.register_buffer(node.name, value)
+    return fx.GraphModule(root, graph)
 
 
 FIX = "nothing: every token runs the whole forward"
@@ -299,13 +290,12 @@ def one_position(plan: Plan) -> Iterator[tuple[KeptRows, RankProgram]]:
 
 def _inputs(stage: StageModule, decisions: Decisions) -> list[torch.Tensor]:
     """Tensors without values, as a microbatch has them."""
-    program, made = decisions.program, []
+    program = decisions.program
     if hasattr(stage.module, WANTED):
         wanted: Wanted = getattr(stage.module, WANTED)
         (labels,) = (n for n, key in program.inputs.items() if key == decisions.scored.key)
         wanted.places = torch.empty(1, len(program.node(labels).meta["val"]), dtype=torch.int64, device="meta")
-    for border in stage.receives:
-        made.append(torch.empty(border.shape, dtype=getattr(torch, border.dtype), device="meta"))
+    made = [torch.empty(b.shape, dtype=getattr(torch, b.dtype), device="meta") for b in stage.receives]
     of_keys = {key: program.node(name).meta["val"] for name, key in program.inputs.items()}
     made += [torch.empty_like(of_keys[key], device="meta") for key in stage.inputs]
     return made + [torch.empty((), dtype=torch.float64, device="meta") for _ in stage.denominators]

@@ -100,11 +100,9 @@ class Mesh:
         return self.ep > 1 or self.etp != self.tp
 
     def pp_rank_of(self, stage: int) -> int:
-        """The pp rank that runs ``stage``."""
         return folds.rank_of(stage, self.pp, self.fold)
 
     def chunk_of(self, stage: int) -> int:
-        """Which chunk of its pp rank ``stage`` is."""
         return stage // self.pp
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
@@ -152,7 +150,6 @@ class Mesh:
         return self.dense.coordinate(rank)
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at a dense coordinate."""
         return self.dense.rank_of({"tp": tp, "cp": cp, "dp": dp, "pp": pp})
 
     def groups(self, token: str) -> list[list[int]]:

@@ -67,7 +67,12 @@ class RankGenerator:
         missing = [axis for axis in sizes if axis not in named]
         for axis in missing:
             if sizes[axis] > 1:
-                raise _missing_axis(order, axis, sizes[axis], owner)
+                raise PlanError(
+                    f"order `{order}` lacks the axis {axis} of size {sizes[axis]}"
+                    + (f" for the {owner}" if owner else ""),
+                    where="mesh.order",
+                    fix=f"use {order}-pp" if axis == "pp" else f"add {axis} to the order, as in {DEFAULT_ORDER}",
+                )
         axes = (*named, *missing)
         return cls(axes, tuple(sizes[axis] for axis in axes))
 
@@ -126,14 +131,6 @@ def check_order(order: str) -> None:
                 where="mesh.order",
                 fix=f"name each axis once, as in {DEFAULT_ORDER}",
             )
-
-
-def _missing_axis(order: str, axis: str, size: int, owner: str) -> PlanError:
-    return PlanError(
-        f"order `{order}` lacks the axis {axis} of size {size}" + (f" for the {owner}" if owner else ""),
-        where="mesh.order",
-        fix=f"use {order}-pp" if axis == "pp" else f"add {axis} to the order, as in {DEFAULT_ORDER}",
-    )
 
 
 def _unknown_axis(axis: str, known: Sequence[str], place: str) -> PlanError:

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from passes.errors import PlanError
 from passes.program.matrices import Matrices, find_matrices
@@ -162,8 +162,7 @@ class UpdateRules:
         return self.matrices.get(fqn) if self.of(fqn) in MATRIX_RULES else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...]

@@ -184,7 +184,6 @@ class Cluster(File):
 
     @property
     def devices(self) -> int:
-        """How many there are."""
         return self.links[-1].devices
 
     def warnings(self) -> Iterator[SpecError]:
@@ -199,7 +198,6 @@ class Cluster(File):
                 yield self.error(f"links.{index}.bandwidth", what, fix)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under the YAML's keys."""
         return self.model_dump(mode="json")
 
 

@@ -211,7 +211,6 @@ def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _matrices_of(node: fx.Node) -> list[fx.Node]:
-    """The matrices that a product multiplies by."""
     return matrices_read(node) if node.target in PRODUCTS else []
 
 

@@ -139,7 +139,6 @@ class Candidates:
 
 
 def divisors(size: int) -> list[int]:
-    """Every divisor of ``size`` in rising order."""
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
     return sorted({*small, *(size // n for n in small)})
 

@@ -159,7 +159,6 @@ def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:
 
 
 def _hold(program: Program, candidates: Candidates, held: Mapping[str, Placement]) -> None:
-    """Leave each parameter the type that it has already."""
     for name, options in candidates.options.items():
         wanted = held.get(program.parameters.get(name, ""))
         if wanted is not None:

@@ -4,8 +4,7 @@
     row       sharded along its input features             expert  full matrices of a stack go to ranks
     replicate replicated on every rank
 
-    {"*.mlp.*": replicate, "h.0.mlp.up": column}     of the globs that name a parameter the last one decides
-    {"wte": vocab, "lm_head": replicate}             of one tied weight: refused, the first would decide nothing
+Of the globs that name a parameter the last one decides; one that decides nothing is refused.
 
 A vector has one dim: it is sharded like the features that it is combined with, if those are. Beside a matrix of its own
 module that is overridden too it follows that matrix, as a bias does.
@@ -52,7 +51,6 @@ class Asked:
 
     @property
     def path(self) -> str:
-        """Its place in the spec."""
         return f"tensor_parallel.overrides.{self.pattern}"
 
 
@@ -65,14 +63,13 @@ def is_meant(program: Program, fqn: str, pattern: str) -> bool:
 def asked_of(program: Program, overrides: Mapping[str, str]) -> dict[str, Asked]:
     """Placeholder → the override that decides it. Raises PlanError for a glob that names nothing, or decides nothing
     because later ones ask for another style of all that it names."""
-    found: dict[str, Asked] = {}
+    found, hits_of = dict[str, Asked](), dict[str, list[str]]()
     for pattern, style in overrides.items():
-        hits = [name for name, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
-        if not hits:
+        hits_of[pattern] = [name for name, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
+        if not hits_of[pattern]:
             _matches_nothing(program, pattern)
-        found |= dict.fromkeys(hits, Asked(pattern, style))
-    for pattern, style in overrides.items():
-        hits = [name for name, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
+        found |= dict.fromkeys(hits_of[pattern], Asked(pattern, style))
+    for (pattern, hits), style in zip(hits_of.items(), overrides.values(), strict=True):
         if all(found[name].style != style for name in hits):
             later = found[hits[0]]
             raise PlanError(
@@ -186,9 +183,11 @@ class Overrides:
                 if is_computed_weight(reader) and option.out.is_sharded:
                     yield from self.styles(reader, option.out)
                     continue
-                if _is_of_stack(node, option, reader, cut):
+                is_of_stack = _is_of_stack(node, option, reader, cut)
+                if is_of_stack:
                     yield "expert"
-                if not _is_of_stack(node, option, reader, cut) or _is_alone(option, position):
+                # with the other operands replicated, as in a column-parallel product; not tokens of each expert
+                if not is_of_stack or not any(t.is_sharded for i, t in enumerate(option.args) if i != position):
                     yield OF_FORM.get(option.form, "column")
                 if option.form is Form.COLUMN and _meets_a_loss(reader):
                     yield "vocab"
@@ -228,11 +227,6 @@ def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placeme
     """Whether the cut parts a stack of matrices [e, i, o] between its matrices, and a product keeps them apart."""
     is_product = rule_of(product) is contraction
     return is_product and option.form is Form.COLUMN and cut.dim == 0 and weight.meta["val"].dim() > 2
-
-
-def _is_alone(option: Option, position: int) -> bool:
-    """Whether the other operands are replicated, as in a column-parallel product; not tokens of each expert."""
-    return not any(t.is_sharded for i, t in enumerate(option.args) if i != position)
 
 
 def _meets_a_loss(product: fx.Node) -> bool:

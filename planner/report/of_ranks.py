@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 from planner.cost.layout import PARTS
 from planner.cost.memory import LASTING, MemoryRow
@@ -12,7 +11,7 @@ from planner.cost.memory import PARTS as MEMORY_PARTS
 from planner.mesh import Mesh
 from planner.recompute.decide import RecomputeRow
 from planner.regions.regions import GraphRegion
-from planner.report.section import TIMES, Column, Fold, Named, Section, fold, folded, numbers, table, texts, unfolded
+from planner.report.section import TIMES, Column, Fold, Named, Section, fold, folded, numbers, table, texts
 from planner.sharding.buffers import BufferPlan
 from planner.spec.fields import AUTO
 from planner.tables.sizes import format_bytes, format_seconds
@@ -23,21 +22,14 @@ LONG_ORDER = 24  # actions, or slots, that do
 
 
 def sections_of_ranks(plan: Tables, full: bool) -> tuple[Section, ...]:
-    """In reading order, those without rows too."""
     graphs = _experts(plan, full), _regions(plan, full), _graphs(plan, full), _recompute(plan, full)
     return *graphs, _compiled(plan, full), _optimizer(plan), _memory(plan), _lengths(plan), _cost(plan)
 
 
 def _experts(plan: Tables, full: bool) -> Section:
     """A row for each layer and ep rank; equal layers once."""
-
-    def name(row: ExpertsPlan) -> str:
-        return row.block
-
-    def same(row: ExpertsPlan) -> Any:
-        return row.num_experts, row.top_k, row.how, row.ranks, row.bytes, row.sends
-
-    folds = unfolded(plan.experts, name) if full else fold(plan.experts, name, same)
+    name, same = attrgetter("block"), attrgetter("num_experts", "top_k", "how", "ranks", "bytes", "sends")
+    folds = fold(plan.experts, name, same, full=full)
     rows = tuple(cells for item in folds for cells in _cells(item))
     columns = ("block", TIMES, "experts", "per token", "dispatch", "ep rank", "has", "on ranks", "sends", "sent")
     right = frozenset({TIMES, "experts", "per token", "ep rank", "sent"})

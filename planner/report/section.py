@@ -36,11 +36,15 @@ class _Item:
     rows: tuple[Any, ...]
 
 
-def fold(rows: Iterable[Any], name: Callable[[Any], str], same: Callable[[Any], Hashable]) -> list[Fold]:
-    """Fold rows that are equal under ``same``, in the order in which each fold begins.
+def fold(
+    rows: Iterable[Any], name: Callable[[Any], str], same: Callable[[Any], Hashable], *, full: bool = False
+) -> list[Fold]:
+    """Fold rows that are equal under ``same``, in the order in which each fold begins. ``full``: each row alone.
 
     Only the first word of ``name(row)`` is folded; the rest, a place in a file, must be equal.
     """
+    if full:
+        return [Fold(name(row), (row,)) for row in rows]
     items = []
     for row in rows:
         head, _, tail = name(row).partition(" ")
@@ -52,13 +56,7 @@ def fold(rows: Iterable[Any], name: Callable[[Any], str], same: Callable[[Any], 
 
 
 def names_text(names: Iterable[str]) -> str:
-    """Names in few words."""
     return ", ".join(item.name for item in fold(names, str, lambda _: None))
-
-
-def unfolded(rows: Iterable[Any], name: Callable[[Any], str]) -> list[Fold]:
-    """Each row for itself."""
-    return [Fold(name(row), (row,)) for row in rows]
 
 
 def _join(
@@ -131,7 +129,6 @@ def texts(*keys: str) -> list[Column]:
 
 
 def table(title: str, rows: Iterable[Any], columns: Sequence[Column], note: str = "") -> Section:
-    """A line for each row."""
     shown = [column for column in columns if column.is_shown]
     cells = tuple(tuple(column.cell(row) for column in shown) for row in rows)
     right = frozenset(column.title for column in shown if column.is_number)
@@ -155,12 +152,11 @@ def folded(
     def same(row: Any) -> tuple[str, ...]:
         return name.label("", row), *(column.cell(row) for column in alone)
 
-    folds = unfolded(rows, name.of) if full else fold(rows, name.of, same)
     head = [
         Column(name.title, lambda item: name.label(item.name, item.rows[0])),
         Column(TIMES, lambda item: str(len(item.rows)), is_number=True),
     ]
-    return table(title, folds, [*head, *map(_of_fold, columns)], note)
+    return table(title, fold(rows, name.of, same, full=full), [*head, *map(_of_fold, columns)], note)
 
 
 def _of_fold(column: Column) -> Column:

@@ -28,7 +28,6 @@ from planner.report.section import (
     ranges,
     table,
     texts,
-    unfolded,
 )
 from planner.sharding.parameters import ParameterPlan
 from planner.tables.tables import Diagnostic, Tables
@@ -181,13 +180,15 @@ def format_shape(shape: Sequence[int]) -> str:
 
 
 def warnings_section(plan: Tables, full: bool) -> Section:
-    """All that is no mere remark."""
     found = [d for d in plan.diagnostics if d.level != "info"]
-    rows = tuple(
-        (f.rows[0].level, f.name, str(len(f.rows)), f.rows[0].what, f.rows[0].fix) for f in _folds(found, full)
-    )
-    columns = ("level", "where", TIMES, "what", "fix")
-    return Section(f"Warnings ({len(found)})", columns, rows, right=frozenset({TIMES}))
+    columns = [
+        Column("level", lambda f: f.rows[0].level),
+        Column("where", attrgetter("name")),
+        Column(TIMES, lambda f: str(len(f.rows)), is_number=True),
+        Column("what", lambda f: f.rows[0].what),
+        Column("fix", lambda f: f.rows[0].fix),
+    ]
+    return table(f"Warnings ({len(found)})", _folds(found, full), columns)
 
 
 def remarks_section(plan: Tables, full: bool, each: bool = False) -> Section:
@@ -202,13 +203,8 @@ def remarks_section(plan: Tables, full: bool, each: bool = False) -> Section:
 
 
 def _folds(found: Iterable[Diagnostic], full: bool) -> list[Fold]:
-    def name(d: Diagnostic) -> str:
-        return d.where
-
-    def same(d: Diagnostic) -> tuple[str, ...]:
-        return d.level, d.what, d.fix
-
-    return unfolded(found, name) if full else fold(found, name, same)
+    name = attrgetter("where")
+    return fold(found, name, attrgetter("level", "what", "fix"), full=full)
 
 
 def _kinds(folds: Iterable[Fold]) -> list[list[Fold]]:

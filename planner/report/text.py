@@ -76,5 +76,4 @@ def _renderables(section: Section, has_room: bool) -> list[RenderableType]:
 
 
 def to_yaml(plan: Tables) -> str:
-    """The plan's JSON as YAML, small lists on one line."""
     return yaml.safe_dump(plan.to_dict(), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)

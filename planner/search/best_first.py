@@ -48,7 +48,6 @@ class Candidate:
 
     @property
     def fullest(self) -> MemoryRow:
-        """Of the pp rank that holds the most."""
         return max(self.estimate.memory, key=lambda row: row.total)
 
     @property
@@ -73,12 +72,7 @@ class Found:
 class BestFirst:
     """Owns the bounds of all points, and each estimate once made."""
 
-    def __init__(
-        self,
-        points: Iterable[Point],
-        estimate: Callable[[Point], Estimate],
-        memory_bytes: float,
-    ) -> None:
+    def __init__(self, points: Iterable[Point], estimate: Callable[[Point], Estimate], memory_bytes: float) -> None:
         bounds = ((estimate(point).at_least, point.key, point) for point in points)
         self.bounds = sorted(bounds, key=lambda row: row[:2])
         self._estimate, self.memory_bytes = estimate, memory_bytes
@@ -87,12 +81,7 @@ class BestFirst:
         self._passing: dict[Any, list[float]] = {}  # of each pp rank: bytes that come and go, whatever ``zero`` is
         self._groups: dict[tuple[str, Any], list[Row]] | None = None
 
-    def search(
-        self,
-        top: int,
-        step: Callable[[int], None] = lambda done: None,
-    ) -> Found:
-        """The ``top`` fastest that fit."""
+    def search(self, top: int, step: Callable[[int], None] = lambda done: None) -> Found:
         found, ranked = Found(), list[tuple[tuple[Any, ...], int]]()
         candidates: list[Candidate] = []
         fitting: set[Any] = set()  # more shards of a layout that fits are no faster
@@ -140,7 +129,6 @@ class BestFirst:
 
     @property
     def known(self) -> list[Candidate]:
-        """All that were estimated."""
         return list(self._known.values())
 
     def groups(self) -> dict[tuple[str, Any], list[Row]]:
@@ -153,7 +141,6 @@ class BestFirst:
         return self._groups
 
     def of(self, point: Point) -> Candidate:
-        """The estimate of a point, made once."""
         known = self._known.get(point)
         if known is None:
             known = self._known[point] = Candidate(point, self._estimate(point))
@@ -180,7 +167,6 @@ class BestFirst:
 
 
 def of_weights(point: Point) -> Any:
-    """The choices on which the memory of weights depends."""
     return point.cut, point.layout.mesh, point.layout.sizes, point.layout.zero
 
 
@@ -240,38 +226,27 @@ def why_slower(candidate: Candidate, winner: Candidate, cluster: Cluster) -> str
     more = candidate.seconds / winner.seconds - 1
     if abs(more) < 5e-4:
         return "equally fast; it sends more messages, or shards more"
-    parts = sorted(_differences(candidate, winner), reverse=True)
+    costs = candidate.estimate.cost, winner.estimate.cost
+    differences = ((getattr(costs[0], part) - getattr(costs[1], part), part) for part in PARTS)
+    parts = sorted((pair for pair in differences if pair[0] > 0), reverse=True)
     largest = parts[0][0] if parts else 0.0
-    named = [words for difference, words in _worded(parts, candidate, winner, cluster) if difference > 0.15 * largest]
+    named = [_words(part, candidate, winner, cluster) for difference, part in parts if difference > 0.15 * largest]
     said = f"{percent(abs(more))} {'slower' if more > 0 else 'faster'}: {', '.join(named[:MOST_NAMED])}"
     if is_as_fast(candidate.estimate.cost, winner.estimate.cost, cluster.uncertainty):
         return f"as fast, within what is known ({said})"
     return said
 
 
-def _differences(candidate: Candidate, winner: Candidate) -> Iterator[tuple[float, str]]:
-    for part in PARTS:
-        difference = getattr(candidate.estimate.cost, part, 0.0) - getattr(winner.estimate.cost, part, 0.0)
-        if difference > 0:
-            yield difference, part
-
-
-def _worded(
-    parts: list[tuple[float, str]], candidate: Candidate, winner: Candidate, cluster: Cluster
-) -> Iterator[tuple[float, str]]:
-    for difference, part in parts:
-        here, there = (getattr(c.estimate.cost, part) for c in (candidate, winner))
-        if part == "pp_bubble":
-            shares = [percent(c.estimate.cost.pp_bubble / c.seconds) for c in (candidate, winner)]
-            seconds = [seconds_text(here), seconds_text(there)]
-            yield difference, "bubble {} against {}".format(*(seconds if shares[0] == shares[1] else shares))
-            continue
-        words = f"{PARTS[part]} {seconds_text(here)} against {seconds_text(there)}"
-        if part in AXES:
-            words += _over(candidate.point.layout.mesh, AXES[part], cluster)
-        if part == "compute":
-            words += f" ({percent(here / there - 1)} more per rank)" if there else ""
-        yield difference, words
+def _words(part: str, candidate: Candidate, winner: Candidate, cluster: Cluster) -> str:
+    here, there = (getattr(c.estimate.cost, part) for c in (candidate, winner))
+    if part == "pp_bubble":
+        shares = percent(here / candidate.seconds), percent(there / winner.seconds)
+        if shares[0] != shares[1]:
+            return "bubble {} against {}".format(*shares)
+    words = f"{PARTS[part]} {seconds_text(here)} against {seconds_text(there)}"
+    if part in AXES:
+        words += _over(candidate.point.layout.mesh, AXES[part], cluster)
+    return words + (f" ({percent(here / there - 1)} more per rank)" if part == "compute" and there else "")
 
 
 def _over(mesh: Mesh, axis: str, cluster: Cluster) -> str:
@@ -291,7 +266,6 @@ def why_too_large(candidate: Candidate, memory_bytes: float) -> str:
 
 
 def dominates(row: MemoryRow) -> str:
-    """The largest categories."""
     parts = sorted(((getattr(row, part), part) for part in MEMORY_PARTS if part != "slack"), reverse=True)
     return ", ".join(f"{part.replace('_', ' ')} {gigabytes(size)}" for size, part in parts[:2] if size)
 

@@ -1,12 +1,8 @@
 """The sharding of the captured model under one cut: decided once per tp, cp and so on, on the folded program.
 
-    captured → folded         three blocks of each row of equal ones
+    captured → folded         three blocks of each row of equal ones: a cut costs as much as of a few layers
     cp, ep, etp → variant     the sequence cut, the experts opened
     + tp, sequence parallel   placements, stages of one pipeline rank, shards → CutWork, unfolded
-
-An unsupported cut raises the same error as in a plan.
-
-fold(program, blocks): the same model with fewer blocks, so that deciding a cut costs as much as for a few layers.
 
     kinds    a a a a a a a b b b b b        a a a b b b        of a row of equal blocks three are left:
     source   0 1 1 1 1 1 2 3 4 4 4 5                           the first, one between, the last
@@ -190,7 +186,6 @@ class Cuts:
 
     @property
     def facts(self) -> Facts:
-        """The facts of the model that bound the search space."""
         layers = find_experts(self.folded.program).layers
         return Facts(
             len(self.blocks.instances),

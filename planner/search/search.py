@@ -188,17 +188,14 @@ class _Search:
         with self._clock("reasons"):
             lost = losers(order, found.best[0], self.cluster)
         num_large = sum(c.fullest.total > order.memory_bytes for c in order.known)
-        pruned = dict(self.space.pruned)
-        if num_large or found.num_fixed:
-            pruned["estimated: memory larger than a device"] = num_large
-            pruned["not estimated: with another zero its memory is known to be larger than a device"] = (
-                found.num_too_large
-            )
-            pruned["not estimated: weights, gradients and optimizer state alone are larger than a device"] = (
-                found.num_fixed
-            )
         num_slower = len(order.bounds) - len(order.known) - found.num_fixed - found.num_too_large
-        pruned["not estimated: the lower bound of its time exceeds the slowest layout shown"] = num_slower
+        pruned = {
+            **self.space.pruned,
+            "estimated: memory larger than a device": num_large,
+            "not estimated: with another zero its memory is known to be larger than a device": found.num_too_large,
+            "not estimated: weights, gradients and optimizer state alone are larger than a device": found.num_fixed,
+            "not estimated: the lower bound of its time exceeds the slowest layout shown": num_slower,
+        }
         return Result(
             self.spec, self.cluster, self.devices, tuple(found.best), lost,
             tuple((cut, error.what) for cut, error in self.refused.items()),
@@ -268,7 +265,6 @@ class _Search:
         return None
 
     def _points_over(self, devices: int) -> Iterator[Point]:
-        """Layouts of more devices, over those cuts that were decided."""
         space = Space(self.spec, devices, self.cluster.links[0].devices, self.cuts.facts)
         for cut in self.works:
             yield from space.points(cut, partial(self.cuts.stages, cut))

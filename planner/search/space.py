@@ -169,7 +169,6 @@ class Space:
                         yield from self._with_sequence(tp, cp, ep, etp)
 
     def points(self, cut: Cut, sizes_of: SizesOf) -> Iterator[Point]:
-        """Every layout of ``cut``."""
         inner = cut.tp * cut.cp
         pipelines = self._sizes(
             self.spec.mesh.pp, [n for n in divisors(self.devices) if n <= max(1, self.facts.num_blocks)]

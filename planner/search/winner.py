@@ -117,7 +117,6 @@ _SHARES = {
 
 
 def result_sections(result: Result) -> list[Section]:
-    """In the order in which they are printed."""
     return [_best(result), *_losers(result), *_ruled_out(result), _spent(result)]
 
 

@@ -63,12 +63,10 @@ def shipped_cluster(given: str) -> Path | None:
 
 
 def shipped_names() -> list[str]:
-    """Of the clusters that come with meshwright."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def no_cluster(given: str, looked: Iterable[str], at: Where | str) -> SpecError:
-    """There is no file that ``given`` names."""
     names = shipped_names()
     nearest = next(iter(difflib.get_close_matches(Path(given).stem[:100], names, n=1)), None)
     hint = f"did you mean {nearest}? " if nearest else ""

@@ -119,7 +119,6 @@ class File(Section):
         return locate(self._locations, path)
 
     def error(self, path: str, what: str, fix: str = "") -> SpecError:
-        """A SpecError that points at the key ``path``."""
         return SpecError(what, where=self.location(path), fix=fix)
 
 

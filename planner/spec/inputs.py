@@ -43,7 +43,6 @@ Lengths = Annotated[tuple[Size, ...], Field(min_length=1, max_length=MOST_LENGTH
 
 
 def _nested(value: Any) -> Any:
-    """Lists as tuples."""
     return tuple(map(_nested, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -264,7 +264,6 @@ def describe_value(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value inside of a list."""
     if isinstance(value, int) and not isinstance(value, bool):
         return _digits(value)
     return shorten(repr(value) if isinstance(value, (str, list, dict)) else value, 100)

@@ -92,7 +92,6 @@ class MeshSpec(Section):
 
     @property
     def has_auto(self) -> bool:
-        """Whether some size is left to the search."""
         return any(getattr(self, axis) == AUTO for axis in SIZES)
 
     def to_mesh(self, fold: Fold = LOOP, shard: int = 0) -> Mesh:

@@ -299,7 +299,6 @@ class Spec(File):
         return self.batch.global_size // (micro * dp)
 
     def with_devices(self, devices: int) -> Spec:
-        """The same for so many devices."""
         return Spec.load({**self.to_dict(), "devices": devices}).located(self._locations)
 
     def to_dict(self) -> dict[str, Any]:

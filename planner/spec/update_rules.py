@@ -9,8 +9,8 @@ Optimizers of ``torch.optim`` are taken by name, if they update each element by 
 
     optimizer: {name: torch.optim:RMSprop, lr: 1.0e-4, options: {alpha: 0.9}}
 
-Its moments are the tensors that it keeps of a parameter's shape. An optimizer is refused if the update of a part is not
-the part of the update, if it keeps other values, or begins with others than zero: a shard could not hold them.
+Its moments are the tensors that it keeps of a parameter's shape. It is refused if a shard could not hold them: the
+update of a part is not the part of the update, it keeps other values, or begins with others than zero.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ def moments_of(rule: str, optimizer: Any) -> tuple[str, ...]:
 
 
 def momentum_of(optimizer: Any) -> tuple[float, bool]:
-    """Momentum and nesterov of the spec's section."""
     momentum, nesterov = MOMENTUM.get(optimizer.name, (0.0, False))
     given = optimizer.momentum, optimizer.nesterov
     return momentum if given[0] is None else given[0], nesterov if given[1] is None else given[1]

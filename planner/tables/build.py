@@ -1,12 +1,10 @@
 """Build every row of a plan from the decisions. Nothing is decided here, and nothing refused.
 
-Notes beside the rows say what a run does otherwise than one would think: gradients that graphs of Transformer Engine
-round, dims that tp does not divide, weights in shards that stay whole, documents, weight gradients that no W computes.
+Notes beside the rows say what a run does otherwise than one would think. Gradients are rounded by graphs of
+Transformer Engine alone:
 
     eager, local on a GPU      buffer += gᵀ x             added as it is computed, in the dtype of the buffer
     transformer_engine         buffer += round(gᵀ x)      its graph gives the gradient in the dtype of the weight
-
-Its own way past that (fuse_wgrad_accumulation, into ``main_grad``) is one of its layers, and regions hold none of them.
 
 How the gradient of each weight is made: by the product that reads it, which can wait for a W, or by autograd.
 

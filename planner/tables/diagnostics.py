@@ -195,7 +195,6 @@ def _attention(decisions: Decisions, sites: tuple[AttentionSite, ...], places: P
 def _layers(
     decisions: Decisions, parameters: tuple[ParameterPlan, ...], reasons: Reasons, places: Places
 ) -> Iterator[Diagnostic]:
-    """A row for each linear, convolution, embedding and loss."""
     by_name = {row.name: row for row in parameters}
     uneven: dict[str, bool] = {}
     for node in decisions.program.graph.graph.nodes:

@@ -60,7 +60,6 @@ def _sent(decisions: Decisions) -> dict[tuple[str, ...], tuple[int, str]]:
 
 
 def expert_notes(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
-    """Layers of experts, and parts that look like one."""
     mesh, cut_dim = decisions.mesh, {row.name: row.dim for row in parameters}
     names = decisions.program.parameters
     for layer in decisions.experts.layers:

@@ -160,6 +160,5 @@ def gathered_values(lowered: Lowered, stage: int) -> Iterator[tuple[TypeChange, 
 
 
 def _bytes(decisions: Decisions, change: TypeChange) -> int:
-    """Bytes of the gathered value."""
     value = decisions.program.node(change.value).meta["val"]
     return prod(change.before.padded_shape(value.shape)) * value.element_size()

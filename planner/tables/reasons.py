@@ -48,7 +48,6 @@ class Reasons:
     # ---- texts of a parameter row
 
     def style_and_reason(self, node: fx.Node) -> tuple[str, str]:
-        """(style, reason) of a parameter."""
         style, reason = self._style_and_reason(node)
         frozen = "" if node.meta["grad"] or not node.users else "; frozen: no gradient"
         return style, reason + frozen
@@ -127,7 +126,6 @@ class Reasons:
         return "outside the tensor-parallel regions: replicated"
 
     def obstacle(self, node: fx.Node) -> str:
-        """Why a matrix is replicated."""
         reading = list(readers(node))
         return next(
             (why for reader in reading for why in self._obstacles(node, reader)),

@@ -268,7 +268,6 @@ class Allocations(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        """Bytes that live now."""
         return sum(self.living.values())
 
     @property
@@ -280,7 +279,6 @@ class Allocations(TorchDispatchMode):
 
     @property
     def known(self) -> Set[int]:
-        """The memory that is not counted."""
         return self._known.keys()
 
     def know(self, tensors: Iterable[Tensor]) -> None:

@@ -129,7 +129,6 @@ class StageTrace:
 
 
 def trace_of(decisions: Decisions, shards: Shards, stage: StageGraph) -> StageTrace:
-    """The trace of a lowered stage."""
     return _Tracer(decisions, shards, stage).run()
 
 

@@ -54,7 +54,6 @@ def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
 
 
 def facts_of(plan: Tables) -> Facts:
-    """The most important facts."""
     mesh, schedule, batch = plan.mesh, plan.schedule, plan.spec.get("batch", {})
     axes = [axis for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp") if getattr(mesh, axis) > 1]
     axes = [axis for axis in axes if mesh.has_expert_axes or axis not in ("etp", "edp")]
@@ -96,7 +95,6 @@ def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bar
 
 
 def cost_bars(plan: Tables) -> Bars | None:
-    """One bar: the seconds of a step by cause."""
     if plan.cost is None:
         return None
     sizes = [(part, getattr(plan.cost, part)) for part in PARTS]
@@ -132,7 +130,6 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
 
 
 def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
-    """The cluster, and why there is none."""
     name = plan.spec.get("cluster")
     if not name:
         return None, "the spec names no cluster"
