@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,33 +124,15 @@ def observe(
     ``on_gpu``: attention and RMS norms by the kernels of a GPU, ``cudnn``: of one that prefers cuDNN's. Raises whatever
     the op raises on tensors without values.
     """
-    return _seen(target, _frozen(args), _frozen(kwargs), tuple(operands), on_gpu, cudnn)
-
-
-def _frozen(value: Any) -> Any:
-    """The same, hashable, and 1 is not True nor 1.0."""
-    if isinstance(value, dict):
-        return ("dict", tuple((k, _frozen(v)) for k, v in value.items()))
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return ("tuple" if isinstance(value, tuple) else "list", tuple(_frozen(v) for v in value))
-    return value if isinstance(value, Operand) else (type(value).__name__, value)
-
-
-def _thawed(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, Operand):
-        return tensors[value.number]
-    kind, held = value
-    if kind == "dict":
-        return {k: _thawed(v, tensors) for k, v in held}
-    if kind == "list":
-        return [_thawed(v, tensors) for v in held]
-    return tuple(_thawed(v, tensors) for v in held) if kind == "tuple" else held
+    given = map_aggregate((args, kwargs), lambda held: held)  # lists and dicts become hashable
+    return _seen(target, given, repr(given), tuple(operands), on_gpu, cudnn)
 
 
 @cache
 def _seen(
-    target: Callable[..., Any], args: Any, kwargs: Any, operands: tuple[Like, ...], on_gpu: bool, cudnn: bool
+    target: Callable[..., Any], given: Any, _text: str, operands: tuple[Like, ...], on_gpu: bool, cudnn: bool
 ) -> Seen:
+    """``given``: positional and keyword arguments. ``_text``: of them, as 1 is not True nor 1.0."""
     with _mode(), torch.enable_grad(), KernelsOfGPU(cudnn=cudnn) if on_gpu else nullcontext(), sent() as messages:
         leaves = [_empty(like) for like in operands]
         tensors = [_Operand.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
@@ -159,10 +142,11 @@ def _seen(
             kept.setdefault(_memory(tensor), tensor)  # stays alive meanwhile: memory that is freed may be given again
             return tensor
 
+        args, kwargs = pytree.tree_map_only(Operand, lambda operand: tensors[operand.number], given)
         versions = [tensor._version for tensor in tensors]
         with Allocations(tensors) as allocations:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                value = target(*_thawed(args, tensors), **_thawed(kwargs, tensors))
+                value = target(*args, **kwargs)
             made = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
             found = _found(tensors, made, not isinstance(value, Tensor), kept)
             overwritten = (
