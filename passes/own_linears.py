@@ -32,8 +32,8 @@ from passes.ops.meeting import ends_of, grouped_linear, grouped_mm
 from passes.ops.recompute import MARKS
 from passes.ops.region import run_region
 from passes.ops.weight_gradients import AtOnce, WeightGradients
-from passes.parts import owners, region_of
-from passes.pieces import homes, lies_in_a_graph
+from passes.parts import region_of
+from passes.pieces import homes, lies_in_a_graph, regions_on
 from passes.program import walks
 from passes.program.ops.aten import aten, has_floats, packet_of, tensors_of
 from passes.program.ops.groups import VALUED, WITH_WEIGHT
@@ -43,7 +43,7 @@ PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
     """Only if no other op reads f: its gradient then comes from these products alone."""
-    owner = owners(stage, context)
+    owner = regions_on(stage.index, context.regions)
     for node in [n for n in stage.graph.nodes if n.op == "call_function" and n.target in (f, gather)]:
         readers = list(node.users)
         if len({id(region_of(place, owner)) for place in (node, *readers)}) > 1:
@@ -91,7 +91,7 @@ def _held(reader: fx.Node, x: fx.Node | None = None) -> tuple[Any, Any] | None:
 
 def own_linears(stage: StageGraph, context: LowerContext) -> None:
     """Every product with a parameter."""
-    owner, home = owners(stage, context), homes(context.regions)
+    owner, home = regions_on(stage.index, context.regions), homes(context.regions)
     for node in stage.graph.nodes:
         _regroup(node)
     found = [n for n in stage.graph.nodes if n.target in PRODUCTS or (_held(n) and not n.meta["val"].dtype.is_complex)]

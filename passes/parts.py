@@ -24,7 +24,7 @@ from torch import fx, nn
 from passes.base import LowerContext, StageGraph, text_of
 from passes.moe.domain import counts_rows
 from passes.ops.region import CompiledCall, RegionCall, run_piece, run_region
-from passes.pieces import CompiledPiece, Region, home_of
+from passes.pieces import CompiledPiece, Region, home_of, regions_on
 from passes.program.program import BoundaryPlan
 from passes.program.source_lines import where_of
 from passes.program.walks import in_turn
@@ -35,7 +35,7 @@ Env = dict[fx.Node, fx.Node]
 
 def cut_regions(stage: StageGraph, context: LowerContext) -> None:
     """One call a region, as early as its inputs allow."""
-    owner = owners(stage, context)
+    owner = regions_on(stage.index, context.regions)
     if not owner:
         return
     members: dict[int, list[fx.Node]] = {}
@@ -49,12 +49,6 @@ def cut_regions(stage: StageGraph, context: LowerContext) -> None:
     )
     stage.env = {name: env[node] for name, node in stage.env.items() if node in env}
     stage.graph = next(iter(env.values())).graph
-
-
-def owners(stage: StageGraph, context: LowerContext) -> dict[str, Region]:
-    """Captured name → the region of this stage that holds it."""
-    mine = [r for r in context.regions if r.stage == stage.index and not r.refused]
-    return {name: region for region in mine for name in sorted(region.nodes)}
 
 
 def region_of(node: fx.Node, owner: dict[str, Region]) -> Region | None:

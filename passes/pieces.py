@@ -115,6 +115,12 @@ def home_of(change: TypeChange, owner: Mapping[str, _Home]) -> _Home | None:
     return only if only is not None or (change.how.name == "gather" and len(homes) == 1) else made
 
 
+def regions_on(stage: int, regions: Sequence[Region]) -> dict[str, Region]:
+    """Captured name → the captured region of a stage that holds it."""
+    mine = [region for region in regions if region.stage == stage and not region.refused]
+    return {name: region for region in mine for name in sorted(region.nodes)}
+
+
 def homes(regions: Sequence[Region]) -> frozenset[str]:
     """The captured names of all ops that run inside a graph."""
     return frozenset(name for region in regions if not region.refused for name in region.nodes)
@@ -141,7 +147,7 @@ class PieceHomes:
         mine = [piece for piece in pieces if piece.stage == stage]
         self._owner = {name: piece for piece in mine for name in sorted(piece.nodes)}
         self._eager = {name: piece for name, piece in self._owner.items() if piece.region is None}
-        self._regions = {name: r for r in regions if r.stage == stage and not r.refused for name in sorted(r.nodes)}
+        self._regions = regions_on(stage, regions)
         self._captured = {piece.region: piece for piece in mine if piece.region is not None}
 
     def of_call(self, name: str) -> Piece | None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program.builder import prune
-from passes.program.ops.aten import HALF, aten, packet_of
+from passes.program.builder import Builder, prune
+from passes.program.ops.aten import HALF, aten, packet_of, shape_of
 from passes.program.program import Program
-from passes.program.source_lines import origin_of, where_of
+from passes.program.source_lines import where_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -50,19 +50,14 @@ def fuse_norms(program: Program) -> None:
     found = list(spelled_norms(program))
     for norm in found:
         for result in norm.results:
-            _replace(program.graph.graph, norm, result)
+            build, args = Builder(program.graph.graph, result, result), (norm.x, [shape_of(norm.x)[-1]], None, norm.eps)
+            new = build.call(aten.rms_norm.default, *args, val=result.meta["val"], grad=result.meta["grad"])
+            result.replace_all_uses_with(new)
         line = where_of(norm.results[0])
         program.rewrites.append((f"an RMS norm in {norm.num_ops} ops is aten.rms_norm (fuse_norms)", line))
     if found:
         prune(program.graph.graph)
         program.graph_changed()
-
-
-def _replace(graph: fx.Graph, norm: SpelledNorm, result: fx.Node) -> None:
-    with graph.inserting_before(result):
-        new = graph.call_function(aten.rms_norm.default, (norm.x, [norm.x.meta["val"].shape[-1]], None, norm.eps))
-    new.meta = origin_of(result) | {key: result.meta[key] for key in ("val", "grad") if key in result.meta}
-    result.replace_all_uses_with(new)
 
 
 def _norm_of(product: fx.Node) -> SpelledNorm | None:

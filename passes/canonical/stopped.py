@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
+from passes.program.builder import Builder
 from passes.program.ops.aten import aten, named
 from passes.program.ops.own_backward import OwnBackward
-from passes.program.source_lines import origin_of
 
 
 def stop_early(graph: fx.Graph) -> bool:
@@ -28,7 +28,9 @@ def stop_early(graph: fx.Graph) -> bool:
         for value in node.all_input_nodes:
             if value.meta["grad"] and value not in stopped:
                 if value not in detached:
-                    detached[value] = _detach(graph, value, node)
+                    build, val = Builder(graph, node, node), value.meta["val"].detach()
+                    detached[value] = build.call(aten.detach.default, value, val=val, grad=False)
+                    detached[value].meta["stopped"] = True
                 node.replace_input_with(value, detached[value])
     for node in stopped:
         node.meta["grad"], node.meta["stopped"] = False, True
@@ -55,13 +57,6 @@ def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
         if any(map(stops, node.users)) and all(stops(u) or u.meta.get("grad") is False for u in node.users):
             found[node] = None
     return dict.fromkeys(n for n in reversed(found) if n.target is not operator.getitem or n.args[0] in found)
-
-
-def _detach(graph: fx.Graph, value: fx.Node, reader: fx.Node) -> fx.Node:
-    with graph.inserting_before(reader):
-        new = graph.call_function(aten.detach.default, (value,))
-    new.meta = origin_of(reader) | {"val": value.meta["val"].detach(), "grad": False, "stopped": True}
-    return new
 
 
 def _pick(graph: fx.Graph, node: fx.Node) -> None:

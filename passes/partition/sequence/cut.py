@@ -102,9 +102,7 @@ def _tell_operands_apart(graph: fx.Graph) -> None:
         for position in range(1, len(node.args)):
             value = node.args[position]
             if isinstance(value, fx.Node) and value in node.args[:position]:
-                with graph.inserting_before(node):
-                    same = graph.call_function(aten.reshape.default, (value, list(shape_of(value))))
-                same.meta = dict(value.meta)
+                same = Builder(graph, node, value).call(aten.reshape.default, value, list(shape_of(value)))
                 node.update_arg(position, same)
 
 

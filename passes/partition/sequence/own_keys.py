@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from passes.partition.sequence.facts import Context
+from passes.program.builder import Builder
 from passes.program.ops.aten import aten, is_random, named, shape_of
 from passes.program.ops.groups import ATTENTION
 from passes.program.ops.sequence import causal_attention, gather_sequence, gathered_attention
@@ -95,7 +96,7 @@ def _options(node: fx.Node) -> dict[str, Any]:
 
 
 def _exchange(node: fx.Node, operands: list[_Gathered], mask: Any, options: dict[str, Any]) -> None:
-    own, cp = [_of_rank(node, found) for found in operands], operands[0].gather.args[2]
+    own, cp = map(_of_rank, operands), operands[0].gather.args[2]
     is_shared = operands[0].heads != shape_of(node)[1]
     node.kwargs = options | ({"enable_gqa": True} if is_shared else {})
     node.args, node.target = (node.args[0], *own, mask, cp), gathered_attention
@@ -104,13 +105,10 @@ def _exchange(node: fx.Node, operands: list[_Gathered], mask: Any, options: dict
             node.graph.erase_node(done)
 
 
-def _of_rank(reader: fx.Node, found: _Gathered) -> fx.Node:
+def _of_rank(found: _Gathered) -> fx.Node:
     """The key heads of this rank's tokens, as they were before their groups of heads had a dim."""
     value: Any = found.gather.args[0]
     if len(found.way) == 1:
         return value
     batch, heads, _, *rest = shape_of(value)
-    with reader.graph.inserting_before(found.gather):
-        flat = reader.graph.call_function(aten.reshape.default, (value, [batch, heads, *rest]))
-    flat.meta = {**value.meta, "val": value.meta["val"].reshape(batch, heads, *rest)}
-    return flat
+    return Builder(found.gather.graph, found.gather, value).call(aten.reshape.default, value, [batch, heads, *rest])
