@@ -41,9 +41,9 @@ def viewed_back(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
     return source if shape_of(source) == tuple(value.shape) else reshaped(emit, x, value)
 
 
-def dim_of(args: list[Any], kwargs: dict[str, Any], position: int, default: int = 0) -> int:
+def dim_of(args: list[Any], kwargs: dict[str, Any], position: int) -> int:
     """The ``dim`` argument at ``position``, counted from the front."""
-    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
     return dim % max(1, args[0].meta["val"].dim())
 
 

@@ -60,7 +60,7 @@ def canonicalize(
     _fill_alone(writer.graph)
     module = Unwritten(torch.nn.Module(), writer.graph)
     prune(module.graph)
-    if stop_early(module.graph) | join_branches(module.graph, writer.copy_body) | join_heads(module.graph):
+    if stop_early(module.graph) | join_branches(module.graph, writer.copy_body) | join_heads(module.graph, writer.emit):
         prune(module.graph)
     return module
 

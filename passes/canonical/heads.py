@@ -11,6 +11,8 @@ heads. Branches without a product of two activations are left as they are: their
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from string import ascii_letters
 from typing import Any
 
@@ -18,9 +20,9 @@ import torch
 from torch import fx
 
 from passes.canonical.branches import Branches, equal_branches
-from passes.program.ops.aten import aten, dim_of_cat, draws, has_floats, is_pointwise, reduced_dims, shape_of
+from passes.canonical.emit import applied
+from passes.program.ops.aten import aten, dim_of_cat, draws, is_pointwise, reduced_dims, shape_of
 from passes.program.ops.groups import PRODUCTS
-from passes.program.source_lines import origin_of
 from passes.rules.rule import Role
 from passes.rules.table import equation, rule_of
 
@@ -31,8 +33,9 @@ class _Unknown(Exception):
     """An op that is not written over a dim of heads: the loop stays unchanged."""
 
 
-def join_heads(graph: fx.Graph) -> bool:
-    """Rewrite every such loop of ``graph`` with parts that are concatenated or added up."""
+def join_heads(graph: fx.Graph, emit: Callable[..., fx.Node]) -> bool:
+    """Rewrite every such loop of ``graph`` with parts that are concatenated or added up. ``emit``: adds a call, as of
+    the origin that stands first."""
     joined = False
     for node in list(graph.nodes):
         leaves: Any = list(node.args[0]) if node.target is aten.cat.default else _added_up(node)  # pyright: ignore
@@ -41,7 +44,7 @@ def join_heads(graph: fx.Graph) -> bool:
             continue
         with graph.inserting_before(node):
             try:
-                whole = _Writer(graph, loop).result(node, leaves)
+                whole = _Writer(emit, loop).result(node, leaves)
             except _Unknown:
                 continue
         node.replace_all_uses_with(whole)
@@ -97,8 +100,8 @@ def _is_along_named_dims(node: fx.Node) -> bool:
 class _Writer:
     """Owns the calls over all heads: values of the branches get a first dim of heads, shared values do not."""
 
-    def __init__(self, graph: fx.Graph, loop: Branches) -> None:
-        self.graph, self.loop, self.num = graph, loop, loop.num
+    def __init__(self, emit: Callable[..., fx.Node], loop: Branches) -> None:
+        self.emit, self.loop, self.num = emit, loop, loop.num
         self.new: dict[fx.Node, fx.Node] = {}
         self.origin = next(iter(loop.body))
 
@@ -121,13 +124,7 @@ class _Writer:
         return total
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.graph.call_function(target, args, kwargs)
-        given, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch.no_grad():
-            val = target(*given, **named)
-        new.meta = origin_of(self.origin) | {"val": val}
-        new.meta["grad"] = has_floats(new) and any(n.meta["grad"] for n in new.all_input_nodes)
-        return new
+        return applied(partial(self.emit, self.origin), target, *args, **kwargs)
 
     def _view(self, x: fx.Node, shape: list[int]) -> fx.Node:
         return x if list(shape_of(x)) == shape else self._emit(aten.reshape.default, x, shape)

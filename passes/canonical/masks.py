@@ -106,12 +106,19 @@ class MaskRows:
         self.constants = constants
         self._found: dict[fx.Node, Runs | None] = {}
 
-    def of(self, node: Any) -> Runs | None:
-        """The runs of a boolean value that is alike in all leading dims; None if there are none that are known."""
-        if not isinstance(node, fx.Node) or node not in self.constants.nodes or len(shape_of(node)) < 2:
+    def of(self, node: Any, size: tuple[int, int] | None = None) -> Runs | None:
+        """The runs of a boolean value that is alike in all leading dims; None if there are none that are known.
+        ``size``: rows and width that it is broadcast to."""
+        if not isinstance(node, fx.Node) or (size is None and len(shape_of(node)) < 2):
             return None
+        if (vector := self._vector(node)) is not None:
+            rows, width = size or shape_of(node)[-2:]
+            found = _of_vector(vector, rows, width)
+            if found is not None or size is not None:
+                return found
         if node not in self._found:
-            self._found[node] = self._of_vector(node) or self._of_call(node)
+            is_known = node in self.constants.nodes and len(shape_of(node)) > 1
+            self._found[node] = self._of_call(node) if is_known else None
         return self._found[node]
 
     def _of_call(self, node: fx.Node) -> Runs | None:
@@ -123,7 +130,7 @@ class MaskRows:
         if op in (aten.bitwise_not, aten.logical_not):
             return _turned(self.of(x))
         if op in ANDS or op in ORS:
-            return _joined(self._operand(x, rows, width), self._operand(rest[0], rows, width), op in ORS)
+            return _joined(self.of(x, (rows, width)), self.of(rest[0], (rows, width)), op in ORS)
         name = getattr(op, "__name__", "")
         if name in MIRRORED and rest:
             return self._compared(name, x, rest[0], rows, width)
@@ -134,18 +141,6 @@ class MaskRows:
         if op is aten.full and isinstance(rest[0], bool):
             return _all(rows, width, rest[0])
         return None
-
-    def _operand(self, node: Any, rows: int, width: int) -> Runs | None:
-        """A value that is broadcast to [rows, width]."""
-        if not isinstance(node, fx.Node):
-            return None
-        vector = self._vector(node)
-        return self.of(node) if vector is None else _of_vector(vector, rows, width)
-
-    def _of_vector(self, node: fx.Node) -> Runs | None:
-        """The runs of a vector, itself or expanded to a shape."""
-        vector = self._vector(node)
-        return None if vector is None else _of_vector(vector, *shape_of(node)[-2:])
 
     def _vector(self, node: fx.Node) -> Tensor | None:
         """[s, 1], [1, t] or [1, 1] of a value that is such, the same in all leading dims."""

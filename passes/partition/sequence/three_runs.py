@@ -154,14 +154,10 @@ class ThreeRuns:
         if dtype.is_floating_point or dtype.is_complex:
             wide = torch.promote_types(dtype, torch.float32)
             return list(torch.randn(shape, generator=generator, dtype=wide).to(dtype))
-        ids = torch.tensor([n for n in range(self._num_ids) if n not in self._compared] or [0])
+        tables = [n.all_input_nodes[0] for n in self._numbers if n.target is aten.embedding.default]
+        num_ids = min([256, *(shape_of(table)[0] for table in tables)])  # that every table has
+        ids = torch.tensor([n for n in range(num_ids) if n not in self._compared] or [0])
         return list(ids[torch.randint(len(ids), shape, generator=generator)].to(dtype))
-
-    @property
-    def _num_ids(self) -> int:
-        """Ids that every table of the model has."""
-        tables = [n.args[0] for n in self._numbers if n.target is aten.embedding.default]
-        return min([256, *(shape_of(t)[0] for t in tables if isinstance(t, fx.Node))])
 
 
 def _repeated(x: Tensor, rows: Rows) -> Tensor:

@@ -81,7 +81,8 @@ def own_backward(site: Site) -> Iterator[Option]:
         inputs = _each_once(site.args, cut.inputs)
         dims = Dims(inputs or {}, cut.dim)
         for placement in dims.candidates(site) if inputs is not None else ():
-            if _bears(call, placement):
+            # padding holds no data to run on; a replicated segment has partial sums as gradients
+            if not placement.padding and (call.facts.linear or not placement.has_whole_segment):
                 yield site.option(dims.of_result(placement), given_of(dims, placement), Form.PARTS)
 
 
@@ -114,8 +115,3 @@ def _narrows(site: Site, node: fx.Node) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return torch.promote_types(before.dtype, after.dtype) != after.dtype
-
-
-def _bears(call: OwnBackward, placement: Placement) -> bool:
-    """Padding holds no data to run on; a replicated segment has partial sums as gradients."""
-    return not placement.padding and (call.facts.linear or not placement.has_whole_segment)

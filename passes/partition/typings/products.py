@@ -52,12 +52,10 @@ def _cuts(site: Site, dims: Dims) -> list[Placement]:
         size = site.shape(node)[dim]
         if size and is_weight(node) and site.divides(size):
             found.add(V(0, size))
-    return sorted(cut for cut in found if packet_of(site.node.target) is not aten._grouped_mm or _is_aligned(site, cut))
-
-
-def _is_aligned(site: Site, cut: Placement) -> bool:
-    """Whether a rank's part can be an operand of a grouped product, which reads rows of whole 16 bytes."""
-    return cut.local_size(site.tp) * site.node.meta["val"].element_size() % ROW_BYTES == 0
+    if packet_of(site.node.target) is not aten._grouped_mm:
+        return sorted(found)
+    size = site.node.meta["val"].element_size()
+    return sorted(cut for cut in found if cut.local_size(site.tp) * size % ROW_BYTES == 0)
 
 
 def convolution(site: Site) -> Iterator[Option]:
@@ -116,8 +114,11 @@ def attention(site: Site) -> Iterator[Option]:
         return
     heads, groups = site.shape(q)[1], site.shape(k)[1]
     for cut in _head_cuts(site, q, heads):
-        shared = _of_key_heads(cut, heads // groups, site.tp)
-        given = _masks(site, cut) | {q: cut}
+        ratio = heads // groups
+        is_even = not any(size % (ratio * site.tp) for size in cut.sizes)
+        # of the key heads that these query heads read
+        shared = V(1, *(size // ratio for size in cut.sizes)) if is_even else None
+        given = {n: aligned(cut, site.shape(), site.shape(n)) for n in site.inputs[3:]} | {q: cut}
         if shared is not None:
             yield site.option(cut, given | {k: shared, v: shared}, Form.PARTS, attends=True)
         elif groups < heads and len(cut.segments) == 1 and len({q, k, v}) == 3:
@@ -129,18 +130,6 @@ def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
     asked = {c for n in (None, q) for c in site.candidates(n) if c.dim == 1 and c.is_disjoint}
     plain = {V(1, heads)} if site.divides(heads) else set()
     return sorted(plain | {c for c in asked if all(site.divides(n) for n in c.sizes)})
-
-
-def _of_key_heads(cut: Placement, ratio: int, tp: int) -> Placement | None:
-    """The cut of the key heads that the query heads of ``cut`` read, ``ratio`` to each; None if it is uneven."""
-    if any(size % (ratio * tp) for size in cut.sizes):
-        return None
-    return V(1, *(size // ratio for size in cut.sizes))
-
-
-def _masks(site: Site, cut: Placement) -> dict[fx.Node, Placement]:
-    out_shape = site.shape()
-    return {n: aligned(cut, out_shape, site.shape(n)) for n in site.inputs[3:]}
 
 
 def of_own_keys(site: Site) -> Iterator[Option]:
