@@ -91,21 +91,16 @@ def _members(mask: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
         node = waiting.pop()
         if node in members or node in given:
             continue
+        # a row of the result is made of that row of each operand: dims are aligned from the last
+        is_by_rows = is_pointwise(node.target) or node.target is aten.expand.default
         if shape_of(node)[-2:] != size or node.target in FACTORIES:
             given[node] = None
-        elif _is_by_rows(node):
+        elif is_by_rows or (node.target is aten.reshape.default and shape_of(node.all_input_nodes[0])[-2:] == size):
             members.add(node)
             waiting += node.all_input_nodes
         else:
             return None
     return [node for node in in_order([mask]) if node in members], list(given)
-
-
-def _is_by_rows(node: fx.Node) -> bool:
-    """Whether a row of the result is made of that row of each operand: dims are aligned from the last."""
-    if node.target is aten.reshape.default:
-        return shape_of(node.all_input_nodes[0])[-2:] == shape_of(node)[-2:]
-    return is_pointwise(node.target) or node.target is aten.expand.default
 
 
 def _read(stage: StageGraph, node: fx.Node) -> fx.Node:

@@ -132,7 +132,10 @@ class _Trials:
         return tuple(result.shape) if isinstance(result, Tensor) else result if isinstance(result, str) else None
 
     def _result(self, node: fx.Node) -> Any:
-        if isinstance(node.target, OwnBackward) or node.target in _UNTRIED or self._is_item_of_untried(node):
+        if isinstance(node.target, OwnBackward) or node.target in _UNTRIED:
+            return None
+        # one of several results that are not known
+        if node.target is operator.getitem and self._tensor(self.held[node.all_input_nodes[0]]) is None:
             return None
         held = self.held
         key = (node.target, fx.map_arg((node.args, node.kwargs), lambda n: held[n]))
@@ -142,10 +145,6 @@ class _Trials:
         except TypeError:  # an argument that has no hash, as a slice
             return self._run(node)
         return self.results[key]
-
-    def _is_item_of_untried(self, node: fx.Node) -> bool:
-        """Whether it takes one of several results that are not known."""
-        return node.target is operator.getitem and self._tensor(self.held[node.all_input_nodes[0]]) is None
 
     def _run(self, node: fx.Node) -> Any:
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from torch import fx
@@ -29,7 +29,9 @@ def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
     aside = _aside(graph, weights)
     first_read = _first_read(graph, aside)
     for run in [list(run) for is_aside, run in groupby(graph.nodes, aside.__contains__) if is_aside]:
-        order = _ordered(run, first_read)
+        # each call after its inputs; else by line, and then by first reader
+        keys = {node: (lines_of(node), first_read.get(node, len(first_read))) for node in run}
+        order = in_turn({node: [n for n in node.all_input_nodes if n in keys] for node in run}, keys)
         if order != run:
             _place(run, order)
 
@@ -50,12 +52,6 @@ def _first_read(graph: fx.Graph, aside: Collection[fx.Node]) -> dict[fx.Node, in
             above = in_order(read, found, step=lambda n: [x for x in n.all_input_nodes if x in aside])
             found |= {node: len(found) + i for i, node in enumerate(above)}
     return found
-
-
-def _ordered(run: Sequence[fx.Node], first_read: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Each call after its inputs; else by line, and then by first reader."""
-    keys = {node: (lines_of(node), first_read.get(node, len(first_read))) for node in run}
-    return in_turn({node: [n for n in node.all_input_nodes if n in keys] for node in run}, keys)
 
 
 def _place(run: Sequence[fx.Node], order: Sequence[fx.Node]) -> None:

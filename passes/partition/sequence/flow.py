@@ -23,7 +23,6 @@ from functools import cached_property
 from torch import fx
 
 from passes.partition.batch.mixing import batch_runs, follows_batch
-from passes.partition.sequence.facts import not_divisible
 from passes.partition.sequence.rules import options_over_cp
 from passes.partition.typings.base import Site
 from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
@@ -110,11 +109,6 @@ class InnerSequences:
                     return {operand: {cut}}
                 self.undivided = self.undivided or (node, cut.sizes[0])
         return {}
-
-    def check_found(self, cp: int) -> None:
-        """Raise PlanError if a sequence was found that does not divide."""
-        if self.undivided is not None:
-            raise not_divisible(*self.undivided, cp)
 
     def _sequences(self, node: fx.Node, operand: fx.Node) -> Iterator[Placement]:
         """Of each dim of rows of ``operand``: of all of it, or of the part of each sample behind the other."""

@@ -69,7 +69,8 @@ def _check_found(types: Types, inner: InnerSequences) -> None:
         if 2 * size > max(types.lengths, default=0):
             raise not_divisible(node, size, types.cp)
     if not types.natives:
-        inner.check_found(types.cp)
+        if inner.undivided is not None:
+            raise not_divisible(*inner.undivided, types.cp)
         raise types.not_begun or no_sequence(types.cp)
 
 

@@ -205,17 +205,13 @@ def _ranks(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp:
     """Even segments: the index of a rank in them is a factor of its own, and follows alone; of one rank the outermost
     part of a segment does."""
     size = cut.segments[0].size
-    inners = [size // tp] if tp > 1 else [n for n in _strides(rule, ends[0], cut.dim) if size % n == 0 and n < size]
+    strides = accumulate((f.size for f in rule.along(ends[0], cut.dim)), operator.mul, initial=1)  # innermost first
+    inners = [size // tp] if tp > 1 else [n for n in strides if size % n == 0 and n < size]
     for inner in inners:
         if (at := rule.carried(ends[0], cut.dim, inner, size // inner, ends[1])) is not None:
             run = size // inner * at[1]
             return V(at[0], *[run] * (shape[at[0]] // run))
     return None
-
-
-def _strides(rule: OpRule, operand: int, dim: int) -> list[int]:
-    """Of the factors of a dim, innermost first."""
-    return list(accumulate((f.size for f in rule.along(operand, dim)), operator.mul, initial=1))
 
 
 def _segments(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp: int) -> Placement | None:
