@@ -146,6 +146,11 @@ def level_between(first: int, second: int, cluster: Cluster) -> int:
     return len(cluster.links) - 1
 
 
+def outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
+    """The level of the slowest links that a group of ``axis`` uses; None for an axis of one rank."""
+    return max((level for level, parts in enumerate(group(mesh, axis, cluster)) if parts > 1), default=None)
+
+
 def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
     """The level over which ``stage`` sends to the next one; None if one rank runs both."""
     rank, after = mesh.pp_rank_of(stage), mesh.pp_rank_of(stage + 1)

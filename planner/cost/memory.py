@@ -45,7 +45,7 @@ from typing import NamedTuple
 from passes.errors import require
 from passes.program.ops.aten import value_bytes
 from planner.cluster.cluster import Cluster
-from planner.cluster.links import EXPERT_AXES, group, level_between
+from planner.cluster.links import EXPERT_AXES, level_between, outermost
 from planner.cost.cut.fused import edited
 from planner.cost.cut.ops import waiting_calls
 from planner.cost.liveness import after_blocks, walked
@@ -252,9 +252,7 @@ def _links_of_pipeline(mesh: Mesh) -> tuple[tuple[tuple[int, int], tuple[int, in
 
 
 def _outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
-    """The level of the outermost link that a group of the axis crosses; None for an axis of one rank."""
-    name = "pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS)
-    return max((level for level, size in enumerate(group(mesh, name, cluster)) if size > 1), default=None)
+    return outermost(mesh, "pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS), cluster)
 
 
 def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, matrices: str) -> set[str]:

@@ -20,7 +20,7 @@ region makes the gradients of its weights there too, so its memory waits for no 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -109,7 +109,9 @@ def _handed_on(own: RankMessages, stage: int, step: int) -> Iterator[int]:
 SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
 
 
-def slots_by_kind(order: Order, kinds: Sequence[Sequence[Hashable]]) -> dict[SlotKey, int]:
+def slots_by_kind(
+    order: Order, kinds: Sequence[Sequence[Hashable]] | Mapping[int, Sequence[Hashable]]
+) -> dict[SlotKey, int]:
     """The slot of each (microbatch, chunk, layer), numbered from 0; layer i of chunk c is of ``kinds[c][i]``.
 
     Layers take their slots in order, and all of a chunk give theirs back when its backward is done.
@@ -127,29 +129,6 @@ def slots_by_kind(order: Order, kinds: Sequence[Sequence[Hashable]]) -> dict[Slo
     return slots
 
 
-def static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
-    """The static input buffer of each (microbatch, chunk, layer) when all layers have inputs of one signature.
-
-    ``num_layers[chunk]`` layers a chunk; without it, one.
-    """
-    return slots_by_kind(order, [[None] * n for n in num_layers or _one_layer(order)])
-
-
-def num_static_input_slots(order: Order, num_layers: Sequence[int] = ()) -> int:
-    return len(set(static_input_slots(order, num_layers).values()))
-
-
-def graph_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
-    """Which pair of graphs, forward and backward, runs each (microbatch, chunk, layer): a pair has one layer."""
-    of_chunks = enumerate(num_layers or _one_layer(order))
-    return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in of_chunks])
-
-
-def num_graphs_by_microbatch(order: Order, num_layers: Sequence[int]) -> int:
-    """Graphs of a rank when each microbatch has its own, as one captures that knows the order but no slots."""
-    return 2 * sum(num_layers[action.chunk] for action in order_by_microbatch(order) if action.kind == "F")
-
-
 def order_by_microbatch(order: Order) -> Order:
     """The actions of the microbatches that need graphs of their own if graphs do not share slots.
 
@@ -162,7 +141,3 @@ def order_by_microbatch(order: Order) -> Order:
     for action in order:
         first.setdefault(action.chunk, action.microbatch)
     return tuple(action for action in order if not alone or action.microbatch == first[action.chunk])
-
-
-def _one_layer(order: Order) -> list[int]:
-    return [1] * (1 + max((action.chunk for action in order), default=0))

@@ -19,13 +19,7 @@ import torch
 
 from passes.pieces import Region
 from planner.decisions import Decisions
-from planner.pipeline.message_slots import (
-    graph_slots,
-    message_slots,
-    num_graphs_by_microbatch,
-    ring_sizes,
-    slots_by_kind,
-)
+from planner.pipeline.message_slots import message_slots, order_by_microbatch, ring_sizes, slots_by_kind
 from planner.pipeline.schedule import Order, SchedulePlan
 from planner.sharding.shards import boundary, crossing, one_way
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
@@ -75,7 +69,8 @@ def decide_slots(
 
 def slots_of(order: Order) -> dict[tuple[int, int], int]:
     """(chunk, microbatch) → the slot in which all regions of the chunk run it; slots of chunks are distinct."""
-    return {(chunk, m): slot for (m, chunk, _), slot in graph_slots(order).items()}
+    slots = slots_by_kind(order, {action.chunk: [action.chunk] for action in order})
+    return {(chunk, m): slot for (m, chunk, _), slot in slots.items()}
 
 
 # ---- regions
@@ -106,7 +101,7 @@ def _by_microbatch(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) 
     rows = []
     for row, regions in zip(_by_slot(rank, order, chunks), chunks, strict=True):
         inputs = sum(shared[region.index] for region in regions)
-        graphs = num_graphs_by_microbatch(order, [len(regions) * (chunk == row.chunk) for chunk in range(len(chunks))])
+        graphs = len(regions) * sum(action.chunk == row.chunk for action in order_by_microbatch(order))
         rows.append(replace(row, num_graphs=graphs, input_bytes=inputs))
     return rows
 

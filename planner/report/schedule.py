@@ -20,9 +20,10 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from planner.pipeline.actions import without_weights
-from planner.pipeline.message_slots import graph_slots, num_static_input_slots
+from planner.pipeline.message_slots import slots_by_kind
 from planner.pipeline.schedule import Action, Schedule
 from planner.pipeline.simulate import Simulation
+from planner.regions.static_memory import slots_of
 from planner.report.shapes import box
 
 _BAR = {"F": ("#cfe4f7", "#9fcaef", "#74aee2", "#b9d9b0"), "B": ("#9a3412", "#6d2a7f", "#7c4a03", "#1f4e79"),
@@ -65,8 +66,8 @@ def _rank_to_dict(schedule: Schedule, rank: int) -> dict[str, Any]:
         "num_warmup": schedule.num_warmup(rank),
         "order": [a.chunk + 1 if a.kind == "F" else -a.chunk - 1 for a in without_weights(order)],
         "steps": [list(action) for action in order],
-        "static_input_slots": num_static_input_slots(order),
-        "graph_slots": len(set(graph_slots(order).values())),
+        "static_input_slots": len(set(slots_by_kind(order, {action.chunk: [None] for action in order}).values())),
+        "graph_slots": len(set(slots_of(order).values())),
     }
 
 
@@ -77,12 +78,11 @@ def costs_in_words(schedule: Schedule) -> str:
 
 def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
     """The step by rank grid, then its costs."""
-    peaks = " ".join(map(str, simulation.peak_in_flight))
-    warmups = " ".join(str(schedule.num_warmup(rank)) for rank in range(schedule.pp))
-    slots = " ".join(str(num_static_input_slots(order)) for order in schedule.orders)
-    graphs = " ".join(str(len(set(graph_slots(order).values()))) for order in schedule.orders)
+    ranks = [_rank_to_dict(schedule, rank) for rank in range(schedule.pp)]
+    counts = [[rank[key] for rank in ranks] for key in ("num_warmup", "static_input_slots", "graph_slots")]
+    found = (" ".join(map(str, of)) for of in (*counts, simulation.peak_in_flight, simulation.peak_waiting))
+    warmups, slots, graphs, peaks, waiting = found
     weights = ", W its weight gradients" if schedule.has_weights else ""
-    waiting = " ".join(map(str, simulation.peak_waiting))
     return "\n".join(
         [
             f"{schedule.kind}: pp {schedule.pp}, vpp {schedule.vpp}, {schedule.num_microbatches} microbatches",

@@ -20,7 +20,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from planner.cluster.cluster import Cluster
-from planner.cluster.links import group, wires
+from planner.cluster.links import outermost, wires
 from planner.cost.estimate import Estimate
 from planner.cost.layout import PARTS, is_as_fast
 from planner.cost.memory import PARTS as MEMORY_PARTS
@@ -251,11 +251,10 @@ def _words(part: str, candidate: Candidate, winner: Candidate, cluster: Cluster)
 
 def _over(mesh: Mesh, axis: str, cluster: Cluster) -> str:
     """The slowest link that a group of ``axis`` uses."""
-    token = mesh.data_axis if axis == "dp" else axis
-    levels = [level for level, size in enumerate(group(mesh, token, cluster)) if size > 1]
-    if not levels:
+    level = outermost(mesh, mesh.data_axis if axis == "dp" else axis, cluster)
+    if level is None:
         return ""
-    link, wire = cluster.links[levels[-1]], wires(cluster)[levels[-1]]
+    link, wire = cluster.links[level], wires(cluster)[level]
     return f" over {link.name} at {wire.bandwidth / 1e9:.3g} GB/s"
 
 

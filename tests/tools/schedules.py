@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from hypothesis import strategies as st
 
 from planner.fold import Fold, V, stage_of
 from planner.pipeline.actions import Action, Order, needs
+from planner.pipeline.message_slots import SlotKey, slots_by_kind
 from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, Schedule, build_schedule
 
 
@@ -74,3 +76,17 @@ def drawn_schedule(seed: int, pp: int, vpp: int, num_microbatches: int, fold: Fo
         left.remove(event)
         done.add(event)
     return Schedule(CUSTOM, pp, vpp, num_microbatches, pp, tuple(map(tuple, orders)), fold)
+
+
+def input_slots(order: Order, num_layers: Sequence[int] = ()) -> dict[SlotKey, int]:
+    """The static input buffer of each (microbatch, chunk, layer) if all layers have inputs of one signature.
+
+    ``num_layers[chunk]`` layers a chunk; without it, one.
+    """
+    chunks = {action.chunk for action in order}
+    return slots_by_kind(order, {chunk: [None] * (num_layers[chunk] if num_layers else 1) for chunk in chunks})
+
+
+def graph_slots(order: Order, num_layers: Sequence[int]) -> dict[SlotKey, int]:
+    """Which pair of graphs, forward and backward, runs each (microbatch, chunk, layer): a pair has one layer."""
+    return slots_by_kind(order, [[(chunk, i) for i in range(n)] for chunk, n in enumerate(num_layers)])

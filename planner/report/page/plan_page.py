@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from passes.errors import PlanError
 from planner.cluster.cluster import Cluster, read_cluster
-from planner.cluster.links import EXPERT_AXES, group, level_between
+from planner.cluster.links import EXPERT_AXES, level_between, outermost
 from planner.cost.layout import PARTS
 from planner.cost.planned import usable_bytes
 from planner.pipeline.simulate import simulate
@@ -149,8 +149,7 @@ def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
         pairs = pairwise(firsts) if axis == "pp" else [(firsts[0], firsts[-1])]
         level = max((level_between(a, b, cluster) for a, b in pairs), default=0)
     elif set(axis.split("-")) <= {*EXPERT_AXES, "world", "tp", "cp", "dp"}:
-        sizes = group(mesh, axis, cluster)
-        level = max((level for level, n in enumerate(sizes) if n > 1), default=0)
+        level = outermost(mesh, axis, cluster) or 0
     else:
         return ""
     return cluster.links[level].name

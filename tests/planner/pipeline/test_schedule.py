@@ -14,14 +14,13 @@ from passes.errors import PlanError
 from planner.fold import stage_of
 from planner.pipeline.actions import format_order
 from planner.pipeline.kinds import KINDS, Sizes
-from planner.pipeline.message_slots import num_static_input_slots, static_input_slots
 from planner.pipeline.schedule import Action, Schedule, build_schedule, num_warmup, rank_order, schedule_table
 from planner.pipeline.simulate import format_schedule, parse_order, parse_schedule, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_svg, schedule_to_dict
 from tests.tools.examples import examples
 from tests.tools.paths import ORACLES
-from tests.tools.schedules import forward_only
+from tests.tools.schedules import forward_only, input_slots
 
 pytestmark = pytest.mark.check
 
@@ -94,7 +93,7 @@ def test_group_sizes_that_the_oracle_rejects_are_refused(case):
 @pytest.mark.parametrize("case", [c for c in CASES if "num_layers_per_chunk" in c], ids=by_id)
 def test_static_input_slots_equal_the_oracle(case):
     a, layers = arguments_of(case), case["num_layers_per_chunk"]
-    slots = static_input_slots(rank_order(*kind_and_sizes(a), case["pp_rank"]), layers)
+    slots = input_slots(rank_order(*kind_and_sizes(a), case["pp_rank"]), layers)
     keys = [(m, c, i) for c in range(a["vpp"]) for m in range(a["num_microbatches"]) for i in range(layers[c])]
     names: dict[int, int] = {}  # the oracle numbers buffers as they first appear by chunk, not as they are made
     assert [names.setdefault(slots[key], len(names)) for key in keys] == case["static_input_buffer_of_slot"]
@@ -106,7 +105,7 @@ def test_static_input_slots_do_not_grow_with_the_microbatches(case):
     vpp, kind = case["vpp"] or 1, "interleaved_1f1b" if case["vpp"] else "1f1b"
     for num_microbatches, expected in case["unique"].items():
         order = rank_order(kind, Sizes(case["pp"], int(num_microbatches), vpp, case["pp"]), case["pp_rank"])
-        assert num_static_input_slots(order, [case["layers_per_chunk"]] * vpp) == expected
+        assert len(set(input_slots(order, [case["layers_per_chunk"]] * vpp).values())) == expected
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_text_form_parses_back_to_the_same_schedule(schedule):
 @examples(60)
 @given(schedules())
 def test_one_layer_needs_as_many_static_input_slots_as_its_peak_in_flight(schedule):
-    slots = tuple(num_static_input_slots(order) for order in schedule.orders)
+    slots = tuple(len(set(input_slots(order).values())) for order in schedule.orders)
     assert slots == simulate(schedule).peak_in_flight
 
 

@@ -12,13 +12,13 @@ from passes.errors import PlanError
 from planner.pipeline.actions import Action, too_early, without_weights
 from planner.pipeline.kinds import MOST_ACTIONS
 from planner.pipeline.links import RankMessages, carried, received_by, sent_by
-from planner.pipeline.message_slots import graph_slots, order_by_microbatch
+from planner.pipeline.message_slots import order_by_microbatch
 from planner.pipeline.schedule import Schedule, SchedulePlan, build_schedule
 from planner.pipeline.simulate import format_schedule, parse_order, parse_schedule, planned, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_text, schedule_to_dict
 from tests.tools.examples import examples
-from tests.tools.schedules import forward_only
+from tests.tools.schedules import forward_only, graph_slots
 
 pytestmark = pytest.mark.check
 
