@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
 from passes.program.known_values import is_made_of
+from passes.program.ops.aten import arguments
 from passes.program.source_lines import where_of, where_of_frame
 from passes.program.walks import ancestors
 from planner.capture.data_dependence import bodies_of, graph_modules
@@ -104,21 +105,14 @@ def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tu
             for body, holders, operands in bodies_of(module, node):
                 yield from _writes(body, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
         elif isinstance(node.target, torch._ops.OpOverload):
-            for argument, value in _arguments(node):
-                if argument.alias_info is None or value not in of:
+            given = arguments(node)
+            for argument in node.target._schema.arguments:
+                value = given.get(argument.name)
+                if argument.alias_info is None or not isinstance(value, fx.Node) or value not in of:
                     continue
                 if argument.alias_info.is_write:
                     yield node, of[value]
                 of[node] = of[value]
-
-
-def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """(schema argument, value) for the tensors given to an op."""
-    target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node):
-            yield argument, value
 
 
 def notes_of_writes(

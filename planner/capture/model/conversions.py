@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import first_line
 from passes.program.ops.aten import is_mutable
-from planner.capture.model.assembly import Assembly, Call, Permute, Shape, Source, cat, part, view
+from planner.capture.model.assembly import Assembly, Call, Permute, Shape, Source, cat, nodes, part, view
 from planner.capture.model.eager import plain_name
 
 
@@ -199,7 +200,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         given = self._given(args)
-        if _holds_source(given):
+        if next(nodes(given), None) is not None:
             if is_mutable(func):
                 raise ValueError(f"{func} writes to a tensor in place")
             results = [out] if isinstance(out, Tensor) else list(out)
@@ -218,22 +219,14 @@ class _Recorder(TorchDispatchMode):
         return self._made.get(id(value), value) if isinstance(value, Tensor) else value
 
 
-def _holds_source(given: Any) -> bool:
-    return isinstance(given, Assembly) or (isinstance(given, tuple) and any(map(_holds_source, given)))
-
-
 def _results(func: Any, given: tuple[Any, ...], options: dict[str, Any], out: Sequence[Tensor]) -> list[Assembly]:
     rule = _RULES.get(func.overloadpacket.__name__)
     made = None if rule is None else rule(out, *given, **options)
     if made is not None:
         return list(made)
-    if options or any(isinstance(leaf, Tensor) for leaf in _leaves(given)):
+    if options or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given)):
         raise ValueError(f"{func} is called with values that no plan can hold")
     return [Call(str(func), given, index, tuple(tensor.shape)) for index, tensor in enumerate(out)]
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, tuple) else [value]
 
 
 def _same(out: Sequence[Tensor], whole: Assembly, *_: Any, **__: Any) -> list[Assembly]:
