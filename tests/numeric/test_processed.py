@@ -1,4 +1,4 @@
-"""Models of images and text with the batch of their processor: equal to one process."""
+"""Models of images, of frames, and of images and text with the batch of their processor: equal to one process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from planner.forms import given_by
 from planner.spec.spec import Spec
+from tests.models.pictures import PICTURES, made
 from tests.models.processed import EQUAL, FAMILIES, Family
 from tests.numeric.test_half_precision import FACTOR, alone, distance
 from tests.tools.simulated_mesh import equals_one_process, run_mesh
@@ -59,3 +60,18 @@ def test_in_bfloat16_a_layout_rounds_no_more_than_one_process(name: str, mesh: d
 
 def _rounded(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"dtype": "bfloat16"} if given.get("dtype") == "float64" else given
+
+
+# ---- families of transformers with patches or frames, cut over cp: equal to one process
+
+
+CLOSE_PICTURES = {"llava": 1e-6}  # its logits are cast to float32
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "tp": 2}], ids=["cp2", "cp2·tp2"])
+@pytest.mark.parametrize("name", PICTURES)
+def test_equal_to_one_process(name: str, mesh: dict[str, int]) -> None:
+    most = CLOSE_PICTURES.get(name, 1e-10)
+    equals_one_process(lambda: made(name)[0], made(name)[1], mesh, loss=most, gradient=most)

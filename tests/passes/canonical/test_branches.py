@@ -1,4 +1,4 @@
-"""Equal branches over the slices of a tensor become one batched op that computes the same; unequal ones are left."""
+"""Equal branches over slices, and heads one by one, become one batched op that computes the same; others are left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from passes.program.program import Program
 from planner.capture.export import capture
+from tests.models.one_body import WIDTH, OneBody, assert_capture_equals, batch
 
 HEADS, SIZE = 4, 6
 
@@ -144,3 +145,44 @@ def test_a_joined_call_keeps_the_line_of_the_user():
     _, program = program_of(layer_norm, split)
     call = next(n for n in program.graph.graph.nodes if str(n.target).startswith("aten.layer_norm."))
     assert "test_branches.py" in call.meta["stack_trace"]
+
+
+# ---- heads computed one by one become one attention, with any op between whose rule keeps other dims apart
+
+
+Weigh = Callable[[Tensor], Tensor]
+NUM_HEADS, HEAD_SIZE = 4, 3
+WEIGHED: dict[str, Weigh] = {
+    "softmax": lambda scores: scores.softmax(-1),
+    "over its largest": lambda scores: scores * scores.amax(-1, keepdim=True).tanh(),
+    "over a sum": lambda scores: scores / (scores.square().sum(1, keepdim=True) + 1),
+    "cumulative": lambda scores: scores.tanh().cumsum(-1),
+    "cumulative products": lambda scores: scores.tanh().cumprod(1),
+    "over logsumexp": lambda scores: scores * scores.logsumexp(-1, True).tanh(),
+    "triangle": lambda scores: scores.tril(),
+}
+APART = {"triangle"}  # tril names no dims
+
+
+class OneByOne(OneBody):
+    def __init__(self, weigh: Weigh) -> None:
+        super().__init__(lambda _, x: x)
+        self.weigh = weigh
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, HEAD_SIZE, bias=False) for _ in range(3 * NUM_HEADS))
+        self.out = nn.Linear(NUM_HEADS * HEAD_SIZE, WIDTH)
+        self.body = OneByOne.heads
+        self.double()
+
+    def heads(self, x: Tensor) -> Tensor:
+        three = [tuple(part(x) for part in self.parts[3 * i : 3 * i + 3]) for i in range(NUM_HEADS)]
+        return self.out(torch.cat([self.weigh(q @ k.mT) @ v for q, k, v in three], -1))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", WEIGHED)
+def test_heads_one_by_one_are_one_product_and_compute_the_same(name: str):
+    model = OneByOne(WEIGHED[name])
+    assert_capture_equals(model)
+    targets = [str(n.target) for n in capture(model, batch()).graph.graph.nodes]
+    is_left = sum("linear" in t or "matmul" in t or "bmm" in t for t in targets) > NUM_HEADS
+    assert is_left == (name in APART)

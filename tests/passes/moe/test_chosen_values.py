@@ -1,16 +1,19 @@
-"""Weights and masks of a loop's branches are read off the choices, if they are those, whatever ops made them."""
+"""Weights and masks of a loop's branches are read off the choices; one index of a dim is seen in every op."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from operator import getitem
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.moe import exchange
+from passes.moe.ties import picks
 from passes.program.ops.aten import aten, packet_of
 from tests.models import experts
 from tests.models.experts import Layer
@@ -118,3 +121,41 @@ def test_equal_calls_that_become_one_keep_the_gradient_of_each(mesh: dict[str, i
     made = plan_again(built(RoutedTwice), spec_of(batch_of(4, 8), SPREAD))
     graph = made.to_run()[0].program.graph.graph
     assert len([n for n in graph.nodes if n.target is aten.softmax.int]) == 1
+
+
+# ---- one index of a dim is seen in every op of the canonical form that takes one, and in no call that takes several
+
+
+SHAPE = (3, 4, 5)
+
+
+def calls(*made: tuple[Any, ...]) -> fx.Node:
+    """A value of SHAPE with these readers, of lists all items too."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(SHAPE, device="meta")
+    for op, *args in made:
+        node = graph.call_function(op, (x, *args))
+        node.meta["val"] = op(x.meta["val"], *args)
+        for i, value in enumerate(node.meta["val"] if isinstance(node.meta["val"], list | tuple) else ()):
+            graph.call_function(getitem, (node, i)).meta["val"] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "found"),
+    [
+        (aten.slice.Tensor, (1, 3, 4), [3]),
+        (aten.slice.Tensor, (1, None, 1), [0]),
+        (aten.slice.Tensor, (-2, 2, 3), [2]),
+        (aten.split_with_sizes.default, ([1, 1, 1, 1], -2), [*range(4)]),
+        (aten.slice.Tensor, (1, 0, 2), []),
+        (aten.split_with_sizes.default, ([2, 2], 1), []),
+        (aten.split_with_sizes.default, ([1, 3], 1), []),
+        (aten.slice.Tensor, (0, 2, 3), []),
+        (aten.sum.dim_IntList, ([1],), []),
+    ],
+    ids=str,
+)
+def test_parts_along_a_dim(op, args, found):
+    assert [pick.number for pick in picks(calls((op, *args)), 1)] == found

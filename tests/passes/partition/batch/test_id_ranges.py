@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from examples.gpt import GPT
+from passes.errors import PlanError
 from passes.partition.batch.id_ranges import id_ranges
-from planner import PlanError, plan
+from planner import plan
 from planner.capture.export import capture
 from runtime.data.batches import check_ids
 from tests.models.families import build
+from tests.tools.captures import plan_again
 from tests.tools.examples import examples
 
 ROWS, CLASSES, LENGTH, BATCH = 11, 7, 5, 4
@@ -220,3 +223,46 @@ def test_a_spec_that_draws_beyond_the_vocabulary_is_told_in_the_plan():
 def test_a_batch_on_a_device_is_not_looked_at():
     _, ranges = ranges_of("gathered")
     check_ids("ids", torch.empty(BATCH, LENGTH, dtype=torch.int64, device="meta"), ranges["ids"])
+
+
+# ---- a sequence longer than the positions of a model is refused when planning, with the model's line
+
+
+def spec_of_lookups(length: int) -> dict:
+    inputs = {"input_ids": {"shape": [length], "dtype": "int64", "high": 32}, "targets": {"like": "input_ids"}}
+    return {"mesh": {}, "batch": {"global": 2, "micro": 1}, "inputs": inputs}
+
+
+@pytest.mark.thorough
+def test_a_sequence_as_long_as_the_positions_is_planned_and_one_longer_is_refused() -> None:
+    model = GPT(vocabulary=32, length=8, width=16, num_layers=1, num_heads=2)
+    assert plan_again(model, spec_of_lookups(8)).stages
+    with pytest.raises(PlanError, match="the embedding positions has 8 rows, but the model looks up row 8") as error:
+        plan_again(model, spec_of_lookups(9))
+    assert "gpt.py" in str(error.value.where)
+    assert "self.positions(positions)" in str(error.value.where)
+
+
+class Shifted(nn.Module):
+    """Positions from 2 on, as in RoBERTa; and of the batch where it gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(32, 8), nn.Embedding(10, 8), nn.Linear(8, 32)
+
+    def forward(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        places = torch.arange(2, 2 + input_ids.shape[1]) if position_ids is None else position_ids
+        logits = self.head(self.tokens(input_ids) + self.positions(places))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_positions_are_computed_as_the_model_does() -> None:
+    assert plan_again(Shifted(), spec_of_lookups(8)).stages
+    with pytest.raises(PlanError, match="has 10 rows, but the model looks up row 10"):
+        plan_again(Shifted(), spec_of_lookups(9))
+
+
+def test_positions_of_the_batch_are_left_to_the_check_of_the_batch() -> None:
+    given = spec_of_lookups(9)
+    given["inputs"]["position_ids"] = {"like": "input_ids"}
+    assert plan_again(Shifted(), given).stages

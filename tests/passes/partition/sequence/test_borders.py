@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from passes.errors import PlanError
+from passes.partition.sequence import facts
 from planner import plan
 from tests.models.of_mixers import VOCABULARY, WIDTH, Mixer, Mixing, convolution
 from tests.planner.test_documents import family, spec
+from tests.tools import zigzag
 from tests.tools.simulated_mesh import Ran, run_mesh
 
 ENDS = [5, 8, 16]  # of the documents of a sequence; no chunk of a scan, and no part of cp, ends with one
@@ -150,3 +154,21 @@ def test_documents_of_a_hybrid_family_are_apart(kind: str) -> None:
 
     batch = batch_of(("input_ids", "labels"), 1)
     assert_each_is_alone(make, run_mesh(make, batch, {"tp": 2}, data=PACKED), batch, 1e-4)
+
+
+# ---- which tokens a rank of cp holds
+
+
+@given(st.integers(1, 9), st.integers(1, 5))
+def test_the_ranks_hold_each_token_once_and_each_sees_as_many(cp, length):
+    size = 2 * cp * length
+    held = [zigzag.places(size, cp, rank) for rank in range(cp)]
+    assert sorted(place for of_rank in held for place in of_rank) == list(range(size))
+    assert all(facts.chunks(cp, facts.owner(cp, c)[0])[facts.owner(cp, c)[1]] == c for c in range(2 * cp))
+    seen = [sum(place + 1 for place in of_rank) for of_rank in held]
+    assert seen == [zigzag.pairs(size, cp, rank) for rank in range(cp)]
+    assert len(set(seen)) == 1
+
+
+def test_what_a_rank_holds_is_written_as_in_the_field():
+    assert [facts.rows(16, 2, rank) for rank in range(2)] == [((0, 4), (12, 16)), ((4, 8), (8, 12))]
