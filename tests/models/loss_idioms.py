@@ -36,29 +36,9 @@ def ones_like_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return each.sum() / torch.ones_like(each).sum()
 
 
-def ones_like_labels(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / torch.ones_like(labels).sum()
-
-
-def zeros_plus_one(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / (torch.zeros_like(labels) + 1).sum()
-
-
-def tensor_of_number(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / torch.tensor(labels.numel())
-
-
-def float_tensor(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() * torch.tensor(1.0 / labels.shape[0])
-
-
 def count_times_size(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     mask = torch.arange(labels.shape[1]) < 4
     return (rows(logits, labels) * mask).sum() / (mask.sum() * labels.shape[0])
-
-
-def full_of_ones(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / torch.full((labels.shape[0],), 1.0).sum()
 
 
 def both_masks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
@@ -69,14 +49,6 @@ def both_masks(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 def view_mean_sum(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     size = labels.shape[0]
     return rows(logits, labels).flatten().view(size, -1).mean(1).sum() / size
-
-
-def minus_ignored(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / (labels.numel() - (labels == IGNORED).sum())
-
-
-def size_less_one(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / (labels.shape[0] * labels.shape[1] - 1)
 
 
 def ones_product(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
@@ -94,18 +66,6 @@ def einsum_of_mask(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return torch.einsum("bt,bt->", rows(logits, labels), mask) / mask.sum()
 
 
-def nested_means(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).mean(1).mean(0)
-
-
-def mean_over_batch_first(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).mean(0).mean()
-
-
-def transposed_means(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).T.sum(1).div(len(labels)).mean()
-
-
 def normalised_weights(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     weights = torch.ones(labels.shape, dtype=logits.dtype)
     return (rows(logits, labels) * (weights / weights.sum())).sum()
@@ -121,21 +81,9 @@ def weighted_by_size(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return (rows(logits, labels) * weights).sum()
 
 
-def cumulated_size(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / torch.ones(len(labels)).cumsum(0)[-1]
-
-
-def penalty_by_size(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-    return rows(logits, labels).sum() / len(labels) + 0.3 * weight.pow(2).mean()
-
-
 def penalty_each(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     penalty = weight.pow(2).mean() * torch.ones(len(labels), dtype=logits.dtype)
     return (rows(logits, labels).mean(1) + penalty).sum() / len(labels)
-
-
-def counts_by_position(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return (rows(logits, labels).sum(0) / (labels >= 0).sum(0).clamp(min=1)).mean()
 
 
 def guarded(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
@@ -201,10 +149,6 @@ def loop_of_powers(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return sum(F.cross_entropy(x, y).exp() for x, y in zip(logits, labels, strict=True)) / len(labels)
 
 
-def stacked_losses(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return torch.stack([F.cross_entropy(logits[i], labels[i]) for i in range(len(labels))]).mean()
-
-
 def stacked_rows(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     each = torch.stack([F.cross_entropy(x, y, reduction="none") for x, y in zip(logits, labels, strict=True)])
     mask = labels != IGNORED
@@ -257,10 +201,6 @@ def chunks_of_length_joined(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor
     return each.sum() / (labels != IGNORED).sum()
 
 
-def chunk_means(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return torch.stack([piece.mean() for piece in rows(logits, labels).chunk(2)]).mean()
-
-
 def lengths_first(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     each = F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), labels.T.flatten(), reduction="none")
     return each.view(labels.shape[1], -1).mean(0).sum() / len(labels)
@@ -295,18 +235,6 @@ def margin_ranking(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return F.margin_ranking_loss(first, second, torch.ones(len(labels)), margin=0.5)
 
 
-def triplets(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return F.triplet_margin_loss(logits.mean(1), logits.flip(-1).mean(1), logits.pow(2).mean(1))
-
-
-def hinge_embedding(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return F.hinge_embedding_loss(logits.sum((1, 2)), torch.where(labels[:, 0] > 3, 1, -1))
-
-
-def two_less_cosine(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
-    return 2 - 2 * F.cosine_similarity(logits.mean(1), logits.flip(-1).mean(1), dim=-1).mean()
-
-
 def margins(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     """Of ids in 0 … 7; some of the labels are out of that range."""
     labels, of_classes = labels.clamp(min=0), weight.detach().abs().sum(1)
@@ -331,15 +259,51 @@ def ranges_of_rows(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
 
 
 SHAPES: dict[str, Loss] = {f.__name__: f for f in (
-    arange_mask, filled_mask, cat_mask, new_full_mask, ones_like_mask, ones_like_labels, zeros_plus_one,
-    tensor_of_number, float_tensor, count_times_size, full_of_ones, both_masks, view_mean_sum, minus_ignored,
-    size_less_one, ones_product, weights_product, einsum_of_mask, nested_means, mean_over_batch_first,
-    transposed_means, normalised_weights, position_weights, weighted_by_size, cumulated_size, penalty_by_size,
-    penalty_each, counts_by_position, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio,
-    cosine_embedding, margin_ranking, triplets, hinge_embedding, two_less_cosine, ranges_of_rows, margins, own_targets,
+    arange_mask, filled_mask, cat_mask, new_full_mask, ones_like_mask, count_times_size, both_masks, view_mean_sum,
+    ones_product, weights_product, einsum_of_mask, normalised_weights, position_weights, weighted_by_size,
+    penalty_each, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio, cosine_embedding,
+    margin_ranking, ranges_of_rows, margins, own_targets,
 )}  # fmt: skip
+SHAPES |= {
+    "ones_like_labels": lambda logits, labels, _: rows(logits, labels).sum() / torch.ones_like(labels).sum(),
+    "zeros_plus_one": lambda logits, labels, _: rows(logits, labels).sum() / (torch.zeros_like(labels) + 1).sum(),
+    "tensor_of_number": lambda logits, labels, _: rows(logits, labels).sum() / torch.tensor(labels.numel()),
+    "float_tensor": lambda logits, labels, _: rows(logits, labels).sum() * torch.tensor(1.0 / labels.shape[0]),
+    "full_of_ones": lambda logits, labels, _: rows(logits, labels).sum() / torch.full((labels.shape[0],), 1.0).sum(),
+    "minus_ignored": lambda logits, labels, _: (
+        rows(logits, labels).sum() / (labels.numel() - (labels == IGNORED).sum())
+    ),
+    "size_less_one": lambda logits, labels, _: rows(logits, labels).sum() / (labels.shape[0] * labels.shape[1] - 1),
+    "nested_means": lambda logits, labels, _: rows(logits, labels).mean(1).mean(0),
+    "mean_over_batch_first": lambda logits, labels, _: rows(logits, labels).mean(0).mean(),
+    "transposed_means": lambda logits, labels, _: rows(logits, labels).T.sum(1).div(len(labels)).mean(),
+    "cumulated_size": lambda logits, labels, _: rows(logits, labels).sum() / torch.ones(len(labels)).cumsum(0)[-1],
+    "penalty_by_size": lambda logits, labels, weight: (
+        rows(logits, labels).sum() / len(labels) + 0.3 * weight.pow(2).mean()
+    ),
+    "counts_by_position": lambda logits, labels, _: (
+        rows(logits, labels).sum(0) / (labels >= 0).sum(0).clamp(min=1)
+    ).mean(),
+    "triplets": lambda logits, labels, _: F.triplet_margin_loss(
+        logits.mean(1), logits.flip(-1).mean(1), logits.pow(2).mean(1)
+    ),
+    "hinge_embedding": lambda logits, labels, _: F.hinge_embedding_loss(
+        logits.sum((1, 2)), torch.where(labels[:, 0] > 3, 1, -1)
+    ),
+    "two_less_cosine": lambda logits, labels, _: (
+        2 - 2 * F.cosine_similarity(logits.mean(1), logits.flip(-1).mean(1), dim=-1).mean()
+    ),
+}
 LOOPS: dict[str, Loss] = {f.__name__: f for f in (
-    python_loop, loop_into_zero, loop_in_place, loop_without_start, loop_with_counts, loop_of_powers, stacked_losses,
-    stacked_rows, chunks_of_rows, pieces_of_rows, pieces_by_slices, pieces_stacked, pieces_joined, chunks_of_length,
-    chunks_of_length_joined, chunk_means, lengths_first, rows_joined,
+    python_loop, loop_into_zero, loop_in_place, loop_without_start, loop_with_counts, loop_of_powers, stacked_rows,
+    chunks_of_rows, pieces_of_rows, pieces_by_slices, pieces_stacked, pieces_joined, chunks_of_length,
+    chunks_of_length_joined, lengths_first, rows_joined,
 )}  # fmt: skip
+LOOPS |= {
+    "stacked_losses": lambda logits, labels, _: torch.stack(
+        [F.cross_entropy(logits[i], labels[i]) for i in range(len(labels))]
+    ).mean(),
+    "chunk_means": lambda logits, labels, _: torch.stack(
+        [piece.mean() for piece in rows(logits, labels).chunk(2)]
+    ).mean(),
+}

@@ -278,21 +278,9 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ (k.mT @ v)).transpose(1, 2).flatten(2)
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (heads_of(q) @ heads_of(k).mT @ heads_of(v)).transpose(1, 2).flatten(2)
-
-
-def mixing_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bsw,btw,btv->bsv", q, k.sigmoid(), v)
-
-
 def covariance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     centred = k - k.mean(1, keepdim=True)
     return q + v @ (centred.mT @ centred)
-
-
-def similarity(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return v * (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).log_softmax(-1).diagonal(dim1=1, dim2=2)[..., None]
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -302,11 +290,14 @@ def scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (past @ heads_of(v) * heads_of(q)).transpose(1, 2).flatten(2)
 
 
-NO_ATTENTION = {f.__name__: f for f in (linear_attention, grouped, mixing_einsum, covariance, similarity, scan)}
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ((heads_of(q) @ heads_of(k).mT).softmax(-1) @ heads_of(v)).transpose(1, 2).flatten(2)
+NO_ATTENTION = {f.__name__: f for f in (linear_attention, covariance, scan)}
+NO_ATTENTION |= {
+    "grouped": lambda q, k, v: (heads_of(q) @ heads_of(k).mT @ heads_of(v)).transpose(1, 2).flatten(2),
+    "mixing_einsum": lambda q, k, v: torch.einsum("bsw,btw,btv->bsv", q, k.sigmoid(), v),
+    "similarity": lambda q, k, v: (
+        v * (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).log_softmax(-1).diagonal(dim1=1, dim2=2)[..., None]
+    ),
+}
 
 
 def by_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -315,4 +306,7 @@ def by_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhst,bhtd->bshd", weights, heads_of(v)).flatten(2)
 
 
-ATTENTION = {f.__name__: f for f in (by_hand, by_exponentials, attend)}
+ATTENTION = {f.__name__: f for f in (by_exponentials, attend)}
+ATTENTION |= {
+    "by_hand": lambda q, k, v: ((heads_of(q) @ heads_of(k).mT).softmax(-1) @ heads_of(v)).transpose(1, 2).flatten(2),
+}

@@ -39,22 +39,6 @@ def convolution(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
     return model.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
 
 
-def running_sum(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return x.cumsum(1) / (places + 1)[..., None]
-
-
-def shift(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return x + _before(x)
-
-
-def joined_shift(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return torch.cat([x[..., ::2], torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)[..., ::2]], -1)
-
-
-def fourier(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return torch.fft.fft(x, dim=1).real
-
-
 def recurrence(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for step in range(x.shape[1]):
@@ -63,29 +47,9 @@ def recurrence(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def centred(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return x - x.mean(1, keepdim=True)
-
-
-def linear_attention(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return (x @ x.transpose(1, 2)).tril() @ x
-
-
 def masked_too_little(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
     """The second token of a document reads the last one of another."""
     return x + _before(x, 2) * (places > 0)[..., None]
-
-
-def masked_shift(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return x + _before(x) * (places > 0)[..., None]
-
-
-def chosen_shift(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return torch.where((places > 0)[..., None], x.roll(1, 1), torch.zeros_like(x)) - x
-
-
-def masked_convolution(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
-    return sum((model.taps[n] * _before(x, n) * (places >= n)[..., None] for n in range(3)), torch.zeros_like(x))
 
 
 def stacked_taps(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
@@ -107,27 +71,24 @@ def masked_linear_attention(model: Mixing, x: Tensor, places: Tensor) -> Tensor:
     return ((x @ x.transpose(1, 2)).tril() * (numbers[:, :, None] == numbers[:, None])) @ x
 
 
-MIXED = {
-    mix.__name__: mix
-    for mix in (
-        running_sum,
-        shift,
-        joined_shift,
-        fourier,
-        recurrence,
-        centred,
-        linear_attention,
-        masked_too_little,
-    )
+MIXED = {f.__name__: f for f in (recurrence, masked_too_little)}
+MIXED |= {
+    "running_sum": lambda model, x, places: x.cumsum(1) / (places + 1)[..., None],
+    "shift": lambda model, x, places: x + _before(x),
+    "joined_shift": lambda model, x, places: torch.cat(
+        [x[..., ::2], torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)[..., ::2]], -1
+    ),
+    "fourier": lambda model, x, places: torch.fft.fft(x, dim=1).real,
+    "centred": lambda model, x, places: x - x.mean(1, keepdim=True),
+    "linear_attention": lambda model, x, places: (x @ x.transpose(1, 2)).tril() @ x,
 }
-APART = {
-    mix.__name__: mix
-    for mix in (
-        masked_shift,
-        chosen_shift,
-        masked_convolution,
-        stacked_taps,
-        reset_recurrence,
-        masked_linear_attention,
-    )
+APART = {f.__name__: f for f in (stacked_taps, reset_recurrence, masked_linear_attention)}
+APART |= {
+    "masked_shift": lambda model, x, places: x + _before(x) * (places > 0)[..., None],
+    "chosen_shift": lambda model, x, places: (
+        torch.where((places > 0)[..., None], x.roll(1, 1), torch.zeros_like(x)) - x
+    ),
+    "masked_convolution": lambda model, x, places: sum(
+        (model.taps[n] * _before(x, n) * (places >= n)[..., None] for n in range(3)), torch.zeros_like(x)
+    ),
 }

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from passes.parameters import LocalParameter
-from passes.types.types import Placement, Segment
 from planner import Plan, plan
 from planner.cli import PlanFormat, format_plan
 from planner.placement.candidates import divisors, nearest_tp
@@ -90,13 +88,6 @@ def test_a_plan_says_once_that_norms_and_biases_are_decayed():
     (note,) = decay_notes()
     assert note.startswith("norms and biases are decayed: ")
     assert decay_notes(no_decay="vectors") == decay_notes(weight_decay=0.0) == []
-
-
-def test_whole_elements_are_counted_without_making_a_mask():
-    placement = Placement("V", 1, (Segment(4), Segment(3, sharded=False), Segment(2)))
-    held = LocalParameter("w", (5, 6), torch.float32, placement, (5, 9), ("tp",))
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0]] * 5).flatten()
-    assert [held.num_whole_elements(2, n) for n in range(31)] == [int(mask[:n].sum()) for n in range(31)]
 
 
 class Looped(torch.nn.Module):
