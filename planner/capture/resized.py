@@ -40,16 +40,25 @@ class Unlike(Exception):
 
 @dataclass
 class Earlier:
-    """Given to each capture of one model, for one loss and dtype. ``first``: the first export, if it can be resized.
+    """Given to each capture of one model, for one loss and dtype. ``first``: the first export, if it can be resized;
+    its calls are recorded when a second size is asked for, which is rare.
 
     ``traced``: the questions about tracing that must be answered truly (planner.capture.python.eager_answers).
     ``was_repeated``: whether a forward at another length was called twice, as the first was, and computed the same.
     That shows state which no attribute shows; more lengths are called once.
     """
 
-    first: FirstExport | None = None
+    first: KeptExport | FirstExport | None = None
     traced: dict[Any, Any] = field(default_factory=dict)
     was_repeated: bool = False
+
+
+@dataclass(frozen=True)
+class KeptExport:
+    """A copy of an export of ``inputs``, made before it is rewritten; no forward was recorded for it yet."""
+
+    exported: ExportedProgram
+    inputs: Mapping[str, torch.Tensor]
 
 
 class FirstExport:

@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,12 @@ from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
 from planner.capture.functional import drop_detach_of_literals
 from planner.capture.gradients.autocast import write_casts
 from planner.capture.gradients.python_side import PythonGradients
-from planner.capture.model.exchange import Exchange, global_hooks_kept
+from planner.capture.model.exchange import Exchange, fake, global_hooks_kept
 from planner.capture.own_loss import other_inputs
 from planner.capture.python.draws import CertainDraws
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.recording import CallRecorder, FurtherCall, Recording
-from planner.capture.resized import Earlier, FirstExport, Unlike, copied_export
+from planner.capture.resized import Earlier, FirstExport, KeptExport, Unlike, copied_export
 from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.user_lines import CallSites, loss_lines, name_sliced_modules
@@ -60,7 +60,7 @@ class Traced:
     asked: Questions
     others: list[tuple[Questions, ExportedProgram]]
     assumptions: list[Assumption] = field(default_factory=list)
-    first: FirstExport | None = None
+    first: KeptExport | FirstExport | None = None
     gradient: Where | None = None  # the line of a gradient inside the forward
 
 
@@ -88,6 +88,8 @@ def traced(forward: Forward, earlier: Earlier, *, is_known: bool) -> Traced:
 
     ``earlier``: captures of the same model at other sizes. If the first was kept, this one is recorded where possible.
     """
+    if isinstance(earlier.first, KeptExport):
+        earlier.first = _recorded_now(forward, earlier.first)
     found = None if earlier.first is None else _resized(forward, earlier, earlier.first, is_known)
     if found is not None:
         return found
@@ -111,7 +113,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
     """
     watch, gradients, asked = forward.watch(), PythonGradients(forward.model), forward.questions(assumed)
     others: list[tuple[Questions, ExportedProgram]] = []
-    copies, recorder, first = list[ExportedProgram](), forward.recorder(), None
+    copies, first = list[ExportedProgram](), None
     with watch.installed():
         with gradients.watched():
             exported = _export(forward, watch, asked, None if is_known else copies)
@@ -119,15 +121,15 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
             return Traced(exported, [], [], asked, [], gradient=gradients.asked_at)
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_draws(forward.kwargs))
-            if not _are_alike(forward, watch, [recorder, FurtherCall(forward.mode)]):
+            if not _are_alike(forward, watch, [FurtherCall(forward.mode), FurtherCall(forward.mode)]):
                 quietly(lambda: watch.call_again(forward.kwargs))
             if watch.is_unknown:
                 watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
             with watch.as_before(), PythonGradients(forward.model, gradients).watched():
                 others.append((again := forward.questions(assumed, answer), _export(forward, watch, again)))
-        if recorder.found is not None and watch.left_nothing and not asked.asked:
-            first = _matched(copies[0], recorder.found)
+        if watch.left_nothing and not asked.asked:
+            first = KeptExport(copies[0], forward.kwargs)
         if watch.doubts:
             first = None if asked.asked else _unmoved(forward, watch, gradients, copies[0])
             with watch.moved_on(), PythonGradients(forward.model, gradients).watched():
@@ -142,9 +144,18 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
     return made
 
 
-def _matched(exported: ExportedProgram, recording: Recording) -> FirstExport | None:
+def _matched(exported: ExportedProgram, recording: Recording | None) -> FirstExport | None:
     with suppress(Unlike, LookupError, StopIteration):  # of a value that the recording lacks
-        return FirstExport(exported, recording)
+        return None if recording is None else FirstExport(exported, recording)
+    return None
+
+
+def _recorded_now(forward: Forward, kept: KeptExport) -> FirstExport | None:
+    """``kept``, with a forward of its size; None if that does not compute as the export did."""
+    first = replace(forward, kwargs={name: fake(value, None, forward.mode) for name, value in kept.inputs.items()})
+    watch = first.watch()
+    with suppress(Exception), watch.installed(), PythonGradients(first.model).watched():
+        return _matched(kept.exported, _recorded(first, watch))
     return None
 
 
@@ -158,7 +169,7 @@ def _unmoved(
             return _recorded(forward, watch)
 
     before, later = recorded(watch.as_before()), recorded(watch.moved_on())
-    first = None if before is None or later is None else _matched(exported, before)
+    first = None if later is None else _matched(exported, before)
     return first if first is not None and later is not None and first.is_again(later) else None
 
 

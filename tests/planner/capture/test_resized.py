@@ -19,6 +19,7 @@ from passes.program.program import Program
 from planner import Captured, plan
 from planner import capture as capture_for
 from planner.capture.export import capture
+from planner.capture.recording import Recording
 from planner.capture.resized import Earlier
 from tests.models import families
 from tests.tools.kept_programs import encode
@@ -98,6 +99,21 @@ def written(model: Reader, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("between", [scaled, two_halves, written])
 def test_other_numbers_need_no_export(between: Callable[[Reader, Tensor], Tensor], exports: list[int]) -> None:
     assert both(Reader(between), exports)[0] == 0
+
+
+def test_calls_are_recorded_only_for_a_second_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, original = list[int](), Recording.__init__
+
+    def counted(self: Recording, model: nn.Module, kwargs: dict[str, Tensor]) -> None:
+        found.append(kwargs["ids"].shape[1])
+        original(self, model, kwargs)
+
+    monkeypatch.setattr(Recording, "__init__", counted)
+    earlier, model, seen = Earlier(), Reader(scaled), []
+    for length in (LONG, SHORT, SHORT + 1):
+        capture(model, microbatch(length), earlier=earlier)
+        seen.append([*found])
+    assert seen == [[], [LONG, SHORT], [LONG, SHORT, SHORT + 1]]
 
 
 def dead_twin(model: Reader, x: Tensor) -> Tensor:
