@@ -78,20 +78,17 @@ class OwnModule:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _not_there))
             stack.enter_context(NoDropout())
-            output = self._output(batch)
+            try:
+                output = self._model(**batch)
+            except PlanError:
+                raise
+            except Exception as error:
+                what = f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}"
+                fix = "make the model work on the CPU with one microbatch, or remove audit"
+                raise PlanError(what, where="audit", fix=fix) from error
         if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
             self.precision = seen.dtype
         return loss_of(output, self._wanted).item()
-
-    def _output(self, batch: Batch) -> Any:
-        try:
-            return self._model(**batch)
-        except PlanError:
-            raise
-        except Exception as error:
-            what = f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}"
-            fix = "make the model work on the CPU with one microbatch, or remove audit"
-            raise PlanError(what, where="audit", fix=fix) from error
 
     @contextmanager
     def _in_its_modes(self) -> Iterator[None]:

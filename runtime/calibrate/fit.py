@@ -44,7 +44,11 @@ _LONGER = 1.01  # a larger tensor takes at least so many times as long as a smal
 def cluster_of(found: Found, name: str) -> dict[str, Any]:
     """The values of a cluster file."""
     device = _device(found)
-    link = _link(found, device)
+    # one rank: a copy comes nearest to a message
+    link = {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": _an_op(found)}
+    if found.exchanged:
+        machine = found.machine
+        link = {"name": machine.backend, **link_of(found.exchanged, machine.num_ranks, machine.sharing)}
     values = {"name": name, "device": device, "links": [link], "overlap": _overlap(found)}
     return {**values, "uncertainty": _uncertainty(found, device, link)}
 
@@ -131,13 +135,6 @@ def _whole(timed: Timed, tile: int, processors: int) -> float:
     return 2.0 * prod(side + tile for side in timed.sides)
 
 
-def _link(found: Found, device: dict[str, Any]) -> dict[str, Any]:
-    machine = found.machine
-    if not found.exchanged:  # one rank: a copy comes nearest to a message
-        return {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": _an_op(found)}
-    return {"name": machine.backend, **link_of(found.exchanged, machine.num_ranks, machine.sharing)}
-
-
 def _overlap(found: Found) -> float:
     """1: an exchange beside a product costs nothing; 0: both take as long as one after the other."""
     if found.overlap is None:
@@ -171,7 +168,9 @@ def link_of(exchanged: Sequence[Timed], size: int, sharing: float) -> dict[str, 
     link = _nearest(exchanged, sharing, [link, paired])
     sized = [{**link, **_by_size(whole, link, size, latency * part, best, sharing)} for part in _PARTS_OF_LATENCY]
     link = _nearest(exchanged, sharing, [link, *sized])
-    return {**link, "reduce_scatter": _times(_ratios([t for t in whole if t.name == _APART], link, sharing))}
+    ratios = _ratios([t for t in whole if t.name == _APART], link, sharing)
+    times = 1 / geometric_mean(ratios) if ratios else 1.0  # as long as by the line: of its sizes the mean
+    return {**link, "reduce_scatter": round(min(100.0, max(1.0, times)), 2)}
 
 
 def _nearest(exchanged: Sequence[Timed], sharing: float, links: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -228,11 +227,6 @@ def _rate(timed: Sequence[Timed], latency: float, best: float) -> float | None:
     left = np.asarray([1 - _messages(t) * latency / t.seconds for t in timed])
     slope = float(per_byte @ left / (per_byte @ per_byte)) if timed else 0.0
     return min(1 / slope, best) if slope > 0 else None
-
-
-def _times(ratios: Sequence[float]) -> float:
-    """How many times as long as by the line a reduce-scatter takes: of its sizes the mean."""
-    return round(min(100.0, max(1.0, 1 / geometric_mean(ratios))), 2) if ratios else 1.0
 
 
 def _plain(timed: Sequence[Timed]) -> list[Timed]:

@@ -85,7 +85,11 @@ def export(
     texts: dict[str, Any] = {str(name): text for name, text in manifest.texts.items()}
     with PieceReader(save, manifest) as reader:
         read = partial(_read, manifest, reader, averaged)
-        entries = _entries(manifest)
+        entries = {
+            name: Entry(name, each.shape, getattr(torch, each.values[_kind(each)]), aliases=each.aliases)
+            for name, each in manifest.tensors.items()
+            if not each.is_statistic
+        }
         if manifest.adapters is not None:
             from runtime.checkpoint.merged import merge_of, read_merged  # loads the model's code and peft
 
@@ -97,14 +101,6 @@ def export(
         tensors = made_tensors(files, read)
         with writing("the export", str(directory), FIX):
             write_directory(Path(directory), files, tensors, texts)
-
-
-def _entries(manifest: Manifest) -> dict[str, Entry]:
-    return {
-        name: Entry(name, tensor.shape, getattr(torch, tensor.values[_kind(tensor)]), aliases=tensor.aliases)
-        for name, tensor in manifest.tensors.items()
-        if not tensor.is_statistic
-    }
 
 
 def _whole(entries: Mapping[str, Entry], read: Read, name: str) -> Tensor:
@@ -157,7 +153,9 @@ def import_weights(
         rows, hub = described(built), hub_format(built)
         found = find_in(files, hub, rows)
         files.tell_unread()
-        _check_tied(files, found)
+        for first, *others in found.parameters.values():  # tied, and stored under several names
+            for other in others:
+                check_equal(files, first, other, lambda made: whole_of(files, made))
         tensors = _stored(files, rows, hub, found)
         texts = {n: read_json(directory / n, "config") for n in _TEXTS if is_file(directory / n)}
         _refuse_saves(run)
@@ -215,13 +213,6 @@ def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found
         dtype = dtypes[name] if is_quantised else dtype_of(files, tensor)
         found_in.append(Stored(name, kind, tensor, dtype, Box.whole(tensor.shape)))
     return found_in
-
-
-def _check_tied(files: SafetensorsFiles, found: Found) -> None:
-    """Copies of a tied parameter that are stored under several names must be equal."""
-    for first, *others in found.parameters.values():
-        for other in others:
-            check_equal(files, first, other, lambda made: whole_of(files, made))
 
 
 def _refuse_saves(run: Path) -> None:

@@ -224,15 +224,6 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     return old
 
 
-def remove_partial(directory: Path) -> None:
-    """Remove the remains of killed saves. For the owner of the directory, while no save is under way."""
-    for left_over in (*directory.glob(f".step-*{PARTIAL}"), *directory.glob(f".{LATEST}*{PARTIAL}")):
-        if left_over.is_dir() and not left_over.is_symlink():
-            shutil.rmtree(left_over, ignore_errors=True)
-        else:
-            left_over.unlink(missing_ok=True)
-
-
 def check_writable(directory: str | PathLike[str]) -> None:
     """Create the directory if it is absent, and try to write a file in it. Raises PlanError."""
     with writing("saves here", str(directory), "use a writable directory"):
@@ -266,6 +257,10 @@ def owned(directory: str | PathLike[str]) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        remove_partial(Path(directory))
+        for left_over in (*path.parent.glob(f".step-*{PARTIAL}"), *path.parent.glob(f".{LATEST}*{PARTIAL}")):
+            if left_over.is_dir() and not left_over.is_symlink():  # of a save that was killed
+                shutil.rmtree(left_over, ignore_errors=True)
+            else:
+                left_over.unlink(missing_ok=True)
         yield
         file.truncate(0)

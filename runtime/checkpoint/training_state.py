@@ -191,7 +191,12 @@ class TrainingState:
     def _runs(self) -> Iterator[OwnedRun]:
         """Trainable parameters as the optimizer owns them, then those in no buffer in full; each once."""
         yield from owned_runs(self.optimizer)
-        yield from frozen_runs(self.optimizer)
+        for buffer in self.optimizer.buffers.buffers:
+            for bucket in buffer.buckets if buffer.planned.is_frozen else ():
+                for fqn, owned in bucket.owned.items():
+                    local, within = buffer.planned.by_name[fqn], owned.local
+                    values = {"parameter": bucket.own_parameters[within.start : within.stop]}
+                    yield OwnedRun(local, owned.param, values, *_copies(self.optimizer, bucket.shared_by, local))
         seen = {name for buffer in self.optimizer.buffers.buffers for name in buffer.planned.by_name}
         for stage in self.weights.program.stages:
             for local in stage.parameters:
@@ -294,20 +299,13 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
     for index, shard in enumerate(optimizer.shards):
         dp = shard.bucket.shared_by
         locals_ = {slot.local.fqn: slot.local for slot in shard.bucket.slots}
-        tensors = _tensors(optimizer, index, has_moments=has_moments)
+        tensors = {"parameter": shard.bucket.own_parameters} | ({"main": shard.main} if shard.owns_main else {})
+        tensors |= {} if optimizer.average is None else {AVERAGE: optimizer.average.of(index)}
+        if has_moments and optimizer.optimizer is not None:
+            tensors |= optimizer.optimizer.state[shard.main]
         for fqn, owned in shard.bucket.owned.items():
             values = {kind: tensor[owned.local.start : owned.local.stop] for kind, tensor in tensors.items()}
             yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
-
-
-def frozen_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
-    """Those of the frozen parameters of which ranks keep shards."""
-    for buffer in optimizer.buffers.buffers:
-        for bucket in buffer.buckets if buffer.planned.is_frozen else ():
-            dp, locals_ = bucket.shared_by, buffer.planned.by_name
-            for fqn, owned in bucket.owned.items():
-                values = {"parameter": bucket.own_parameters[owned.local.start : owned.local.stop]}
-                yield OwnedRun(locals_[fqn], owned.param, values, *_copies(optimizer, dp, locals_[fqn]))
 
 
 def _copies(optimizer: DistributedOptimizer, shared_by: DataParallel, local: LocalParameter) -> tuple[int, int]:
@@ -327,16 +325,3 @@ def begin_at(optimizer: DistributedOptimizer, updates: int, updates_of: Mapping[
     """Moments of zero and counts of updates, before a checkpoint's moments are read into them."""
     if optimizer.optimizer is not None:
         optimizer.optimizer.begin(updates, updates_of)
-
-
-def _tensors(optimizer: DistributedOptimizer, index: int, *, has_moments: bool) -> dict[str, Tensor]:
-    """Of one shard, by kind."""
-    shard = optimizer.shards[index]
-    found = {"parameter": shard.bucket.own_parameters}
-    if shard.owns_main:
-        found["main"] = shard.main
-    if optimizer.average is not None:
-        found[AVERAGE] = optimizer.average.of(index)
-    if has_moments and optimizer.optimizer is not None:
-        found |= optimizer.optimizer.state[shard.main]
-    return found

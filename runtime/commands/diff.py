@@ -47,10 +47,8 @@ def two_plans(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]
         plan, spec = (first, second) if kinds[0] else (second, first)
         fix = "give two saved plans, as `meshwright plan MODEL SPEC --format json -o FILE` writes them; or two specs"
         raise PlanError(f"{shorten(plan)} is a saved plan, but {shorten(spec)} is not", where=shorten(spec), fix=fix)
-    return _loaded(first, second, model) if kinds[0] else _planned(first, second, model)
-
-
-def _loaded(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
+    if not kinds[0]:
+        return _planned(first, second, model)
     from planner.frozen_plan import Plan
 
     if model is not None:

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import xxhash
 from torch import Tensor
 
 from passes.errors import PlanError, first_line
 from planner.named_code import NamedCode, is_named, line_of
 from planner.spec.spec import Spec
-from runtime.data.batches import BatchLayout
+from runtime.data.batches import BatchLayout, digest_of
 from runtime.data.objectives.next_token import check_packed, packed, padded
 from runtime.data.objectives.samples import NOTHING, pieces_of, windows_of
 from runtime.data.token_batches import length_of, roles_of, stacked
@@ -108,7 +106,7 @@ class Stream:
         batch, error, digest = None, None, ""
         try:
             batch = make()
-            digest = _digest(batch)
+            digest = digest_of(batch)
         except StreamEnd:
             pass
         except PlanError as found:
@@ -266,10 +264,3 @@ class Stream:
     def _failed(self, error: BaseException) -> PlanError:
         where = f"item {self._taken} of {self.source}, for dp rank {self._layout.dp_rank} of {self._layout.dp}"
         return PlanError(f"{where}: {first_line(error)}", where=line_of(error) or "--data", fix=_FIX)
-
-
-def _digest(batch: Mapping[str, Tensor]) -> str:
-    digest = xxhash.xxh3_128()
-    for name in sorted(batch):
-        digest.update(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -197,23 +197,18 @@ def measured_evaluation(decided: Plan, batch: dict[str, Tensor], weights: Path |
 
 def held_bytes(engine: Engine) -> int:
     """Bytes of all tensors that an engine keeps between calls: weights, buffers, gradients, optimizer state."""
-    state = engine.optimizer.measured_bytes()
-    return sum(_sizes(held_to_evaluate(engine)).values()) + sum(state.values()) - state["parameters"]
-
-
-def held_to_evaluate(engine: Engine) -> list[Tensor]:
-    """The tensors that outlast a call; full weights of which ranks keep shards have no memory between calls."""
+    state, buffers = engine.optimizer.measured_bytes(), engine.optimizer.buffers.buffers
+    # full weights of which ranks keep shards have no memory between calls
+    gathered = {id(p) for b in buffers for s in b.slots.values() for p in s.parameters}
     modules = [stage.module for stage in engine.program.stages]
-    gathered = {id(p) for b in engine.optimizer.buffers.buffers for s in b.slots.values() for p in s.parameters}
     found = [t for m in modules for t in (*m.parameters(), *m.buffers()) if id(t) not in gathered]
-    return found + [t for buffer in engine.optimizer.buffers.buffers for t in buffer.kept_parameters]
+    found += [t for buffer in buffers for t in buffer.kept_parameters]
+    return sum(_sizes(found).values()) + sum(state.values()) - state["parameters"]
 
 
 def _live(engine: Engine, executor: Executor, batch: dict[str, Tensor], *, scores: bool = False) -> int:
     weights = [t for stage in executor.stages for t in (*stage.module.parameters(), *stage.module.buffers())]
-    for buffer in engine.optimizer.buffers.buffers:
-        weights += [bucket.parameters for bucket in buffer.buckets]
-    watch = MemoryWatch(executor, [*weights, *held_to_evaluate(engine)])
+    watch = MemoryWatch(executor, [*weights, *held_tensors(engine)])
     before, executor.around = executor.around, watch.around
     if scores:
         engine.score(batch)
@@ -280,10 +275,7 @@ class MemoryWatch:
         for of_microbatch in self.executor.in_flight:
             saved |= {t.untyped_storage()._cdata for t in of_microbatch.received}
         holders = Counter(t.untyped_storage()._cdata for t in self.executor.transport.buffers)
-        under_way = {memory for memory, count in holders.items() if not _is_held(memory, count)} - saved
+        # of a reference besides the buffers and Python's own object it is an input of a recomputation
+        in_use = torch._C._storage_Use_Count
+        under_way = {memory for memory, count in holders.items() if in_use(memory) <= count + 1} - saved
         return sum(size for memory, size in living.items() if memory not in under_way)
-
-
-def _is_held(memory: int, num_buffers: int) -> bool:
-    """Whether it has a reference besides the message buffers and Python's own object: an input of a recomputation."""
-    return torch._C._storage_Use_Count(memory) > num_buffers + 1

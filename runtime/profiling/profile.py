@@ -117,7 +117,9 @@ class Profile:
         found = gather_json(groups, (spans, self._offset), of_kind(tuple[list[Span], Offset]))
         with agreed(groups):
             if found and self._planned is not None:
-                write_trace(self.path, profile_of(found, self._planned, groups.mesh))
+                trace = json.dumps(profile_of(found, self._planned, groups.mesh), separators=(",", ":"))
+                with writing("the trace", Where(file=self.path)):
+                    write_for_user(Path(self.path), trace)
                 num_steps = len({span.step for span in spans if span.step})
                 print(f"trace of {num_steps} steps: {self.path}", file=sys.stderr, flush=True)
 
@@ -129,12 +131,6 @@ def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh
         "clocks differ by at most (seconds)": max(offset.error for _, offset in found),
     }
     return trace_of([spans for spans, _ in found], planned, mesh, notes)
-
-
-def write_trace(path: str, trace: dict[str, Any]) -> None:
-    """Writes atomically. Raises PlanError, naming the file."""
-    with writing("the trace", Where(file=path)):
-        write_for_user(Path(path), json.dumps(trace, separators=(",", ":")))
 
 
 class Recorder:

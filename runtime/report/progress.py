@@ -115,7 +115,9 @@ class Progress:
 
 def parts_of(row: StepRow) -> list[tuple[str, int]]:
     """The parts of a step's line, in order; each with its rank: the larger, the sooner it is left out."""
-    data = row.data_share or 0.0
+    data, beside, alone = row.data_share or 0.0, "", row.one_process_loss
+    if alone is not None:
+        beside = f"|  one process {alone:.6f}  difference {abs(row.loss - alone):.1e}"
     found = [
         (f"loss {row.loss:.6f}", _ALWAYS),
         (f"grad norm {row.grad_norm:.3f}", 3),
@@ -132,7 +134,7 @@ def parts_of(row: StepRow) -> list[tuple[str, int]]:
         ("skipped" if row.skipped else "", 1),
         (row.slow_rank or "", 1),
         (f"{clock(row.seconds_left)} left" if row.seconds_left else "", 2),
-        (_beside(row), 1),
+        (beside, 1),
     ]
     return [part for part in found if part[0]]
 
@@ -194,9 +196,3 @@ def _bubble(row: StepRow) -> str:
         return ""
     planned = "" if row.planned_bubble is None else f" (planned {100 * row.planned_bubble:.0f} %)"
     return f"bubble {100 * row.bubble:.0f} %{planned}"
-
-
-def _beside(row: StepRow) -> str:
-    if row.one_process_loss is None:
-        return ""
-    return f"|  one process {row.one_process_loss:.6f}  difference {abs(row.loss - row.one_process_loss):.1e}"

@@ -105,7 +105,13 @@ def pieces_of(tokens: Tokens, length: int, overlong: str, within: Within = ALL) 
     if not is_long.any():
         return _whole(tokens, starts, sizes)
     if overlong == "refuse":
-        raise _refused(tokens, length)
+        number = int(np.argmax(is_long))
+        raise PlanError(
+            f"document {number} of {tokens.source} has {int(sizes[number])} tokens, a sequence {length}; "
+            f"{int(is_long.sum())} of {len(sizes)} documents are longer",
+            where="data.overlong",
+            fix="set overlong: cut or drop, or use a longer inputs shape",
+        )
     kept = _whole(tokens, starts[~is_long], sizes[~is_long])
     if overlong == "drop":
         return replace(kept, told=f"{_long(tokens, sizes, length)}: left out")
@@ -168,17 +174,6 @@ def _long(tokens: Tokens, sizes: np.ndarray, length: int) -> str:
     what = "samples" if tokens.is_supervised else "documents"
     return (
         f"{tokens.source}: {int((sizes > length).sum()):,} of {len(sizes):,} {what} are longer than {length:,} tokens"
-    )
-
-
-def _refused(tokens: Tokens, length: int) -> PlanError:
-    sizes = np.diff(tokens.ends, prepend=0)
-    number = int(np.argmax(sizes > length))
-    return PlanError(
-        f"document {number} of {tokens.source} has {int(sizes[number])} tokens, a sequence {length}; "
-        f"{int((sizes > length).sum())} of {len(sizes)} documents are longer",
-        where="data.overlong",
-        fix="set overlong: cut or drop, or use a longer inputs shape",
     )
 
 
