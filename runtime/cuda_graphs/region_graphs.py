@@ -18,8 +18,8 @@ In a shared pool, working memory of one slot could overlap tensors that another 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -61,13 +61,6 @@ class Region:
     def put_generators(self) -> None:
         """Set each generator to the first draw of the current microbatch."""
         self.random.put_all(self.generators)
-
-    @contextmanager
-    def drawing_again(self, step: int, microbatch: int) -> Iterator[None]:
-        """Inside, a replayed backward repeats the draws of its microbatch's forward."""
-        with self.random.again(step, microbatch):
-            self.random.put_all({draw: generator for draw, generator in self.generators.items() if draw.again})
-            yield
 
 
 class RegionGraphs:
@@ -180,7 +173,9 @@ class RegionGraphs:
         """The gradients of inputs and shared weights, from those of the outputs and of the inputs that pass through."""
         for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
             static.zero_() if given is None else static.copy_(given)
-        with self.region.drawing_again(*self._drawn):
+        region = self.region
+        with region.random.again(*self._drawn):  # a backward repeats the draws of its microbatch's forward
+            region.random.put_all({draw: generator for draw, generator in region.generators.items() if draw.again})
             self._replay(self._backward)
         # whoever keeps them (a send, a leaf) must not see the next replay
         of_inputs = [static.clone() for static in self.of_inputs]

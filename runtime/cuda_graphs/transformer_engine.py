@@ -24,9 +24,8 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from passes.ops.region import RegionCall, run_eagerly
 from planner.pipeline.message_slots import order_by_microbatch
 from planner.pipeline.schedule import Action, Order
 from runtime.compiled.requirements import EXTRA
-from runtime.cuda_graphs.graphs import Graphs, axes_of, calls_of, uncounted
+from runtime.cuda_graphs.graphs import Counted, Graphs, axes_of, calls_of, count_again, uncounted
 from runtime.cuda_graphs.te_arguments import (
     WHERE,
     GraphArguments,
@@ -224,7 +223,8 @@ class RegionModule(nn.Module):
         self.axes = axes_of(held)
         self.random = next((value for value in held if isinstance(value, RandomState)), None)
         self.generators: dict[Draw, torch.Generator] = {}
-        self.counted: dict[str, list[Counter[Any]]] = {}
+        self.counted: dict[str, Counted] = {}
+        self._counting = ExitStack()
         for number, value in enumerate(held):
             if isinstance(value, nn.Parameter):
                 self.register_parameter(f"held_{number}", value)
@@ -257,18 +257,14 @@ class RegionModule(nn.Module):
 
     def count(self, phase: str) -> None:
         """As if the collectives of a forward, or of a backward, had run."""
-        for counter, counts in zip(self._counters, self.counted.get(phase, ()), strict=False):
-            counter.update(counts)
+        count_again(self.counted.get(phase, []))
 
     def _begin(self, _: nn.Module) -> None:
-        self._before = [counter.copy() for counter in self._counters]
+        self._now = self._counting.enter_context(uncounted(self.axes))
 
     def _end(self, phase: str) -> None:
-        self.counted[phase] = [now - before for now, before in zip(self._counters, self._before, strict=True)]
-
-    @property
-    def _counters(self) -> list[Counter[Any]]:
-        return [counter for axis in self.axes for counter in (axis.counts, axis.bytes)]
+        self._counting.close()
+        self.counted[phase] = self._now
 
 
 def find_draws(module: RegionModule, inputs: Sequence[Tensor], device: torch.device) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from planner.mesh import Mesh
 from planner.pipeline.links import Link
@@ -178,11 +178,6 @@ class Groups:
         _open.pop(id(self), None)
         self.world = self.host = None
         self.by_name, self.made, self.before_end = {}, [], []
-
-
-def default_store() -> Store | None:
-    """The key-value store behind the default group; None for a rank alone."""
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 # Called when the interpreter ends, with the uncaught error that ends it.

@@ -40,7 +40,7 @@ from runtime.cuda_graphs.recorded import Emulation
 from runtime.cuda_graphs.region_graphs import GraphsBySlot
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from runtime.data.batches import BatchChecks, BatchLayout
-from runtime.distributed.groups import Groups, default_store
+from runtime.distributed.groups import Groups
 from runtime.distributed.opening import open_groups
 from runtime.engine.checks import check_attention, identity, require_same_code
 from runtime.optimizer.matrices import BucketExchange, Member
@@ -49,8 +49,8 @@ from runtime.optimizer.zero1 import DistributedOptimizer
 from runtime.pipeline.executor import Executor
 from runtime.pipeline.p2p import Transport
 from runtime.report.step_report import warn_of
-from runtime.weights.initial_weights import Fresh, differing, still_fresh, take_constants, take_weights
-from runtime.weights.shards import Kept, RankWeights, fill, fill_later, in_place_of, keep, without_gradients
+from runtime.weights.initial_weights import Fresh, differing, take_constants, take_weights
+from runtime.weights.shards import Kept, RankWeights, fill, fill_later, keep, share, without_gradients
 from runtime.weights.sources import ModelWeights
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
@@ -81,7 +81,8 @@ def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: fl
     options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined}
     groups = open_groups(plan.mesh, identity(plan), tied, **options)
     warn_of(plan, groups.rank)
-    store, number = default_store(), next(_engine_numbers)
+    number = next(_engine_numbers)
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None  # none of a rank alone
     own = None if store is None else PrefixStore(f"meshwright/engine/{number}", store)
     return groups, BatchChecks(own, groups.rank, groups.mesh.world_size, groups.timeout)
 
@@ -118,7 +119,11 @@ class Built:
         """The stage of the loss lowered once more, to return ``want`` beside the loss, if this rank runs it; and
         ``stages`` with it, over their tensors. Raises PlanError if the loss gives no label a probability."""
         last = lower_with_head(self.plan, self.groups.rank, self.program, self.groups.device, want=want)
-        return last, in_place_of(stages, last, self.groups.device)
+        if last is None:
+            return last, list(stages)
+        for stage in (stage for stage in stages if stage.index == last.index):
+            share(stage, last, self.groups.device)
+        return last, [last if stage.index == last.index else stage for stage in stages]
 
 
 class Running:
@@ -189,7 +194,8 @@ def build(
     optimizer.buffers.expect(contributions_of(program))
     program.weight_gradients.bind(optimizer.buffers)
     compiled = CompiledPieces.of(plan, program) if is_compiled else None
-    layout, fresh = batch_layout(plan, groups), still_fresh(fresh, differ)
+    taken = {held.name for held in differ if held.kind == "parameter"}  # from rank 0
+    layout, fresh = batch_layout(plan, groups), [held for held in fresh if held[1].fqn not in taken]
     return Built(plan, groups, program, layout, optimizer, fresh, kept, compiled, mode)
 
 

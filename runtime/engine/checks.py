@@ -37,7 +37,7 @@ from runtime.distributed.agreement import all_gather_json
 from runtime.distributed.groups import Groups
 from runtime.distributed.meeting import require_equal
 from runtime.environment import PACKAGE, installed_version
-from runtime.weights.initial_weights import identity_of
+from runtime.weights.initial_weights import held_tensors
 
 _DEVICE_INDEX = re.compile(r"device\(type='(\w+)', index=\d+\)")  # of this rank's own GPU
 
@@ -53,7 +53,7 @@ def identity(plan: Plan) -> dict[str, str]:
         "the version of meshwright": installed_version(PACKAGE),
         "the plan (by hash)": plan.hash()[:16],
         "the captured graph (by hash)": digest(plan.to_run()[0].program.graph),
-        "parameters and buffers of the model (names, shapes, dtypes)": identity_of(plan),
+        "parameters and buffers of the model (names, shapes, dtypes)": _short(repr(held_tensors(plan))),
     }
 
 

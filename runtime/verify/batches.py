@@ -46,8 +46,9 @@ def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = Fals
             chance = torch.rand(len(batch[name]), generator=generator) if is_uneven else IGNORED_FRACTION
             drawn = torch.rand(batch[name].shape, generator=generator)
             batch[name][(drawn.movedim(0, -1) < chance).movedim(-1, 0)] = ignored
-    if ignored_apart(decided) is not None:
-        ignore_first(batch, spec, decisions.ignored_labels)
+    for name, skipped in (ignored_apart(decided) or {}).items():
+        if role_of(name, spec.data.inputs) == "labels":  # a model shifts them: the first of a document is of another
+            batch[name] = batch[name].masked_fill(_begins(batch, spec), skipped)
     return given_by(of.forms, batch)
 
 
@@ -116,10 +117,3 @@ def _begins(batch: Mapping[str, Tensor], spec: Spec) -> Tensor:
     begins = next(x for name, x in batch.items() if role_of(name, spec.data.inputs) == "positions") == 0
     begins[:, 0] = True
     return begins
-
-
-def ignore_first(batch: dict[str, Tensor], spec: Spec, ignored: Mapping[str, int]) -> None:
-    """Labels that a model shifts: the first of a document would be that of a token of another."""
-    for name, skipped in ignored.items():
-        if role_of(name, spec.data.inputs) == "labels":
-            batch[name] = batch[name].masked_fill(_begins(batch, spec), skipped)

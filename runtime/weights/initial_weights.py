@@ -15,7 +15,6 @@ Integers add up to the same on every device and in every order. It allocates not
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -56,11 +55,6 @@ def held_tensors(plan: Plan) -> list[InitialTensor]:
     rows += [InitialTensor("buffer", fqn, tuple(value.shape), value.dtype) for fqn, value in buffers.items()]
     constants = sorted(program.constants.items())
     return rows + [InitialTensor("constant", name, tuple(value.shape), value.dtype) for name, value in constants]
-
-
-def identity_of(plan: Plan) -> str:
-    """A hash of the tensors' names, shapes and dtypes, which must be equal before values are exchanged."""
-    return hashlib.sha256(repr(held_tensors(plan)).encode()).hexdigest()[:16]
 
 
 def differing(
@@ -125,12 +119,6 @@ def take_weights(
             full = _from_rank_0(held, source.buffer(held.name) if groups.rank == 0 else None, groups)
             for target in buffers_of(plan, program, held.name):
                 target.copy_(full)
-
-
-def still_fresh(fresh: Fresh, differ: list[InitialTensor]) -> Fresh:
-    """Without the parameters that have rank 0's values."""
-    taken = {held.name for held in differ if held.kind == "parameter"}
-    return [(stage, parameter) for stage, parameter in fresh if parameter.fqn not in taken]
 
 
 def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:

@@ -89,16 +89,6 @@ def share(trained: StageModule, other: StageModule, device: torch.device) -> Non
     _place_constants(other.module, device)
 
 
-def in_place_of(stages: Sequence[StageModule], lowered: StageModule | None, device: torch.device) -> list[StageModule]:
-    """``stages`` with the stage that was lowered again, if this rank has it, over their tensors."""
-    if lowered is None:
-        return list(stages)
-    for stage in stages:
-        if stage.index == lowered.index:
-            share(stage, lowered, device)
-    return [lowered if stage.index == lowered.index else stage for stage in stages]
-
-
 def without_gradients(stages: Sequence[StageModule]) -> None:
     """Parameters of stages that only evaluate: none has a gradient, and the copies of a tied one are one tensor."""
     first: dict[str, tuple[StageModule, str]] = {}

@@ -197,7 +197,12 @@ class ByteEncoder:
 
     def pieces(self, parts: Iterable[TextPart]) -> Iterator[Piece]:
         for part in parts:
-            check_is_text(part)
+            found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
+            if found.any():
+                at = int(found.argmax())
+                what = f"{part.file} contains the byte {part.content[at]}, which cannot occur in text"
+                fix = "give a text file, or a token file written by `meshwright prepare`"
+                raise PlanError(what, where=part.where(at), fix=fix)
             yield self.encode(part.content, part.closes)
 
     def ids(self, text: str) -> list[int]:
@@ -222,16 +227,6 @@ class ByteEncoder:
         marks[begins[is_stopped]] |= SENTENCE
         self._before = _BEFORE_ALL if closes else _context(joined, is_space)
         return Piece(joined[skip:], marks[skip:], len(begins), closes)
-
-
-def check_is_text(part: TextPart) -> None:
-    """Raise PlanError for a byte that has another meaning here."""
-    found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
-    if found.any():
-        at = int(found.argmax())
-        what = f"{part.file} contains the byte {part.content[at]}, which cannot occur in text"
-        fix = "give a text file, or a token file written by `meshwright prepare`"
-        raise PlanError(what, where=part.where(at), fix=fix)
 
 
 def _breaks(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:

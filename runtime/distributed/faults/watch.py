@@ -126,13 +126,9 @@ def _reason(state: State, silent: float, peers_were_lost: bool, was_gone: bool) 
 def host_key() -> str:
     """The same for two processes that see each other's numbers: one boot of one machine, one namespace of pids."""
     with suppress(OSError):
-        return f"{boot_of_host()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # another one at each start of any machine
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return f"{socket.gethostname()} {os.getpid()}"  # nothing is known of others
-
-
-def boot_of_host() -> str:
-    """Identity of this machine since its start, unique among machines. Raises OSError if it is unknown."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_of(pid: int) -> str:
