@@ -13,9 +13,6 @@ token. So each layout and each batch size finds the same tokens.
 Generation with kept rows: the forward of a prompt keeps the keys and values of its positions, and each further token
 is the forward of one position.
 
-    prefill   the stages at the planned length, as for a token without kept rows; buffers are filled
-    at t      the stages at position t alone: they write row t of the buffers, and read all rows
-
 A round's sequences move together. A position that a longer prompt has already is computed for it again, to the same
 values.
 """

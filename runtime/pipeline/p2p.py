@@ -15,16 +15,9 @@ Messages lie in fresh memory, or in static buffers in rotation: if a step is cap
 NCCL is not reused inside it: the allocator does not know when another stream has finished. Static buffers are allocated
 before, and the plan assigns messages to them.
 
-The pipeline's bubble, measured:
-
-    run      from the first action to the end of the last sends
-    works    run − its waits for messages
-    bubble   1 − (mean over ranks of works) / (run of the first stage, which has the last backward)
-
-``usual`` is the median of ``works`` over the last runs: a rank is slow if its figure is larger than that of a replica.
-
-Times on a GPU come from events. The host does not wait for them: it reports the newest run that the device has
-finished.
+The waits of a run, from the first action to the end of the last sends, give the pipeline's bubble
+(runtime.report.step_report.bubble_of). Times on a GPU come from events. The host does not wait for them: it reports
+the newest run that the device has finished.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from runtime.data.instruction.conversation import Conversation
+from runtime.data.instruction.supervised import Rule, Sample, Turns
+
 TEXT = [
     "the cat sat on the mat",
     "hello there! how are you?\n\nI am well.\n",
@@ -129,3 +132,10 @@ def talk(*messages: str | dict[str, Any], system: str | None = None) -> list[dic
         role = "assistant" if number % 2 else "user"
         found.append({"role": role, **(given if isinstance(given, dict) else {"content": given})})
     return found
+
+
+def samples_of(talk: Conversation, rule: Rule) -> list[Sample]:
+    """One sample for all trained turns, or one each. Raises RowError."""
+    row = Turns(talk, rule)
+    row.write()
+    return row.samples()

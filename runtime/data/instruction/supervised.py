@@ -56,13 +56,6 @@ class Rule:
     frames: Frames = field(default_factory=Frames)
 
 
-def samples_of(talk: Conversation, rule: Rule) -> list[Sample]:
-    """One sample for all trained turns, or one each. Raises RowError."""
-    row = Turns(talk, rule)
-    row.write()
-    return row.samples()
-
-
 def render_ahead(rows: Iterable[Turns], chat: ChatTokenizer) -> None:
     """The texts of rows that are not large; those behind one that fails are rendered as they are written."""
     small = [row for row in rows if row.size < MOST_AHEAD]

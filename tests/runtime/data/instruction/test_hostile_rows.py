@@ -19,9 +19,9 @@ from runtime.data.instruction.conversation import conversation_of
 from runtime.data.instruction.options import Instruction
 from runtime.data.instruction.prepare import UNLABELLED, prepare_samples
 from runtime.data.instruction.prepare import _Samples as Samples
-from runtime.data.instruction.supervised import Rule, samples_of
+from runtime.data.instruction.supervised import Rule
 from runtime.data.text.documents import RowError, rows_of
-from tests.tools.chat_tokenizers import TEMPLATES, chat_directory, talk
+from tests.tools.chat_tokenizers import TEMPLATES, chat_directory, samples_of, talk
 
 pytest.importorskip("transformers")
 

@@ -13,9 +13,9 @@ from runtime.data.instruction import supervised
 from runtime.data.instruction.chat_tokenizer import ChatTokenizer
 from runtime.data.instruction.conversation import Conversation, conversation_of
 from runtime.data.instruction.presence import Frames, Presence
-from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, Turn, samples_of
+from runtime.data.instruction.supervised import MERGED, OTHER, Rule, Sample, Turn
 from runtime.data.text.documents import RowError
-from tests.tools.chat_tokenizers import QUOTES, SPLITS, TEMPLATES, chat_directory, talk
+from tests.tools.chat_tokenizers import QUOTES, SPLITS, TEMPLATES, chat_directory, samples_of, talk
 
 pytest.importorskip("transformers")
 
