@@ -103,11 +103,8 @@ class OwnModule:
 
     def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, its value); a tied parameter comes once."""
-        seen: set[int] = set()
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter, weights[name].view(parameter.shape)
+        for name, parameter in self._model.named_parameters():
+            yield parameter, weights[name].view(parameter.shape)
 
     def _buffers(self, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Copies, since a forward may write into them."""

@@ -14,13 +14,8 @@ that of each rank after it, for a reduce-scatter before it; for p2p, the message
 one. Before each exchange stands a product, as in a step: ranks that share cores come to it at different times, and
 wait. The time of the product alone is reported too, to be subtracted.
 
-The share of its tensors that PyTorch's allocator reserves beyond them, by training a few layers on this GPU:
-
-    tensors that stay    weights in bfloat16, with 16 bytes an element beside them: gradient, main weight, moments
-    steps                every saved tensor kept; then layers recomputed, whose tensors are freed in another order
-    share                of each kind of step (most reserved − most that lived) / most that lived; the larger one
-
-The steps of a real model have more sizes than these, so that the default of ``device.slack`` is the least.
+The share of its tensors that PyTorch's allocator reserves beyond them, by training a few layers on this GPU. The steps
+of a real model have more sizes than these, so that the default of ``device.slack`` is the least.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ One bucket is in memory at a time; values keep the dtype of the files, and a run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -156,7 +156,7 @@ def import_weights(
         for first, *others in found.parameters.values():  # tied, and stored under several names
             for other in others:
                 check_equal(files, first, other, lambda made: whole_of(files, made))
-        tensors = _stored(files, rows, hub, found)
+        tensors = list(_stored(files, rows, hub, found))
         texts = {n: read_json(directory / n, "config") for n in _TEXTS if is_file(directory / n)}
         _refuse_saves(run)
         with owned(run):
@@ -202,17 +202,15 @@ def _model_of(directory: Path, model: str | None) -> nn.Module:
         return load_model(model or f"hf:{directory}")
 
 
-def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> list[Stored]:
+def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> Iterator[Stored]:
     """In the model's order, buffers last."""
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
     made = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
     made += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
-    found_in: list[Stored] = []
     for name, kind, tensor in made:
         is_quantised = any(source.name in files.quantised for source in sources(tensor))
         dtype = dtypes[name] if is_quantised else dtype_of(files, tensor)
-        found_in.append(Stored(name, kind, tensor, dtype, Box.whole(tensor.shape)))
-    return found_in
+        yield Stored(name, kind, tensor, dtype, Box.whole(tensor.shape))
 
 
 def _refuse_saves(run: Path) -> None:

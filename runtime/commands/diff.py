@@ -73,17 +73,6 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
     return plan(load_model(model), specs[0]), plan(load_model(model), specs[1])
 
 
-def diff_text(first: Path, second: Path, model: str | None, *, as_json: bool) -> tuple[str, bool]:
-    """The output of the command, and whether anything differs."""
-    from planner.report.differences import differences, differences_text
-
-    before, after = two_plans(first, second, model)
-    found = differences(before, after)
-    if as_json:
-        return json.dumps({"before": str(first), "after": str(second), **found.to_dict()}, indent=2), found.any
-    return differences_text(found, str(first), str(second)), found.any
-
-
 @dataclass(frozen=True)
 class Options:
     """Of the command, beside the two files."""
@@ -103,13 +92,18 @@ def diff_command(
 ) -> None:
     """Compare two plans: each value of their tables that differs, by row and field."""
     from planner.capture.model.reference import named
+    from planner.report.differences import differences, differences_text
 
     if asked.peft is not None and asked.model is None:
         raise PlanError(
             "--peft wraps the model of --model, which is not given", where="--peft", fix="add --model MODEL"
         )
     adapted = None if asked.model is None else named(asked.model, asked.peft)
-    text, differ = diff_text(first, second, adapted, as_json=asked.format is Format.json)
+    found = differences(*two_plans(first, second, adapted))
+    if asked.format is Format.json:
+        text = json.dumps({"before": str(first), "after": str(second), **found.to_dict()}, indent=2)
+    else:
+        text = differences_text(found, str(first), str(second))
     write_text(text, asked.output)
-    if asked.exit_code and differ:
+    if asked.exit_code and found.any:
         raise typer.Exit(DIFFERENT)

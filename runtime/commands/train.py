@@ -20,7 +20,7 @@ from runtime.options import NumRanks, flag, option, takes
 from runtime.training.options import TrainOptions, saves_directory
 
 if TYPE_CHECKING:
-    from runtime.training.job import Job, Trained
+    from runtime.training.job import Job
 
 CHECK_FAILED = 1
 INTERRUPTED = 130
@@ -90,11 +90,6 @@ def train_command(context: typer.Context, model: Model, spec: SpecFile, given: G
     trained = train(job, given.nproc, shown, given.max_restarts, is_command=context.obj == PROCESS)
     if job.compare and (rows := trained.rows):
         write_text(f"largest difference from one process over {len(rows)} steps: {largest_difference(rows):.2e}")
-    _end(trained)
-
-
-def _end(trained: Trained) -> None:
-    """Say why the run ended before its last step, and exit by it."""
     if trained.failure is not None:
         typer.echo(f"Error: {trained.failure}", err=True)
         raise typer.Exit(CHECK_FAILED)

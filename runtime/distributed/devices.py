@@ -82,7 +82,10 @@ def choose_device(
     given: torch.device | str | None, place: Launched, *, cuda_available: bool, device_count: int
 ) -> torch.device:
     """This rank's device by the table above. Raises PlanError."""
-    wanted = _parsed(given)
+    try:
+        wanted = None if given is None else torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"no device {given!r}", where="device", fix='give "cuda", "cuda:0" or "cpu"') from error
     if wanted is not None and wanted.type != "cuda":
         return wanted
     num_gpus = device_count if cuda_available else 0
@@ -120,15 +123,6 @@ def _own_index(place: Launched, num_gpus: int) -> int:
             f"{OWN_DEVICE}; or {ON_THE_CPU}",
         )
     return place.local_rank
-
-
-def _parsed(given: torch.device | str | None) -> torch.device | None:
-    if given is None:
-        return None
-    try:
-        return torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise PlanError(f"no device {given!r}", where="device", fix='give "cuda", "cuda:0" or "cpu"') from error
 
 
 def _gpus(count: int) -> str:

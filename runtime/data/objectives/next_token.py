@@ -24,7 +24,7 @@ room that takes it (best fit, decreasing): the order depends on nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -171,7 +171,7 @@ def packed(
     pieces: Sequence[tuple[np.ndarray, np.ndarray]], length: int, padding: int, roles: Roles
 ) -> dict[str, np.ndarray]:
     """The roles of a sequence. ``pieces``: ids and whether each is a label. ``roles``: which large ones are read."""
-    found = {role: np.full(length, NOTHING) for role in ("next_tokens", "labels")}
+    found: dict[str, np.ndarray] = {role: np.full(length, NOTHING) for role in ("next_tokens", "labels")}
     found["tokens"] = np.full(length, padding)
     for role in ("positions", "segments", "attention_mask"):
         found[role] = np.zeros(length, np.int64)
@@ -184,18 +184,14 @@ def packed(
         found["attention_mask"][at:stop] = 1
         at = stop
     found["positions"][at:] = np.arange(length - at)
-    return found | dict(_more(found["documents"], roles))
-
-
-def _more(documents: np.ndarray, roles: Roles) -> Iterator[tuple[str, np.ndarray]]:
-    """What is large, or has a size of its own: if the model reads it."""
+    documents = found["documents"]
     if "document_mask" in roles:
-        yield "document_mask", np.tril(documents[:, None] == documents[None, :])[None]
+        found["document_mask"] = np.tril(documents[:, None] == documents[None, :])[None]
     if "cu_seqlens" in roles:
         ends = np.flatnonzero(np.diff(documents)) + 1
-        found = np.full(roles["cu_seqlens"], len(documents))
-        found[: len(ends) + 1] = [0, *ends]
-        yield "cu_seqlens", found
+        found["cu_seqlens"] = np.full(roles["cu_seqlens"], length)
+        found["cu_seqlens"][: len(ends) + 1] = [0, *ends]
+    return found
 
 
 def check_packed(roles: Roles) -> None:
