@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from planner import meta_parameters
@@ -20,6 +20,7 @@ from runtime.engine.engine import Engine
 from runtime.fuzz.forks import StoreHost
 from tests.models import experts, hugging_face
 from tests.tools.captures import plan_again
+from tests.tools.checkpoints import assert_same
 from tests.tools.laboratory import session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.ranks import Ranks
@@ -121,36 +122,21 @@ def found(
     return session_lab().call(on_ranks, directory, chosen(request, "case"))
 
 
-@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_names_shapes_and_values_are_those_of_one_process(one, found, case):
+def test_names_values_and_files_are_those_of_one_process_and_an_update_changes_every_expert(
+    one, found, directory, case
+):
+    kind, name = case
+    before, after = one[kind]["fresh"], found[case]["trained"]
     for which in ("fresh", "loaded"):
-        expected, actual = one[case[0]]["fresh"], found[case][which]
-        assert list(actual) == list(expected)
-        for parameter, value in expected.items():
-            assert torch.equal(actual[parameter], value), (which, parameter)
-
-
-@pytest.mark.thorough
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", EVERY, ids=str)
-def test_an_update_has_changed_every_expert_before_they_are_loaded(one, found, case):
-    before, after = one[case[0]]["fresh"], found[case]["trained"]
+        assert list(found[case][which]) == list(before)
+        for parameter, value in before.items():
+            assert torch.equal(found[case][which][parameter], value), (which, parameter)
     of_experts = [n for n in before if "experts" in n]
-    assert len(of_experts) == {"stacks": 4, "a loop": 16}[case[0]]
+    assert len(of_experts) == {"stacks": 4, "a loop": 16}[kind]
     for parameter in of_experts:
-        of_each = [tensor if case[0] == "stacks" else tensor[None] for tensor in (before[parameter], after[parameter])]
-        changed = [not torch.equal(b, a) for b, a in zip(*of_each, strict=True)]
-        assert all(changed), parameter
-
-
-@pytest.mark.usefixtures("found")
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", EVERY, ids=str)
-def test_files_hold_the_same_tensors(directory, case):
-    files = [directory_of(directory, case[0], which) / "model.safetensors" for which in (case[1], "one")]
-    with safe_open(files[0], "pt") as ours, safe_open(files[1], "pt") as theirs:
-        names = list(theirs.keys())
-        assert list(ours.keys()) == names
-        assert all(torch.equal(ours.get_tensor(n), theirs.get_tensor(n)) for n in names)
+        of_each = [tensor if kind == "stacks" else tensor[None] for tensor in (before[parameter], after[parameter])]
+        assert all(not torch.equal(b, a) for b, a in zip(*of_each, strict=True)), parameter
+    files = [load_file(directory_of(directory, kind, which) / "model.safetensors") for which in (name, "one")]
+    assert_same(*files)

@@ -31,6 +31,7 @@ from tests.tools.graphed_runs import differences, engine_of, train, trained
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.paths import ROOT
+from tests.tools.planted.schedule import gradients_in_graphs_not_zeroed
 
 
 def released_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,16 +45,7 @@ def input_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gradients_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the capture added stays in the buffers."""
-    real = GradientBuffers.begin_step
-
-    def begin_step(self: GradientBuffers) -> None:
-        of_graphs, self._in_graphs = self._in_graphs, []
-        real(self)
-        self._in_graphs = of_graphs
-        for slot in of_graphs:
-            slot.is_fresh = False
-
-    monkeypatch.setattr(GradientBuffers, "begin_step", begin_step)
+    monkeypatch.setattr(GradientBuffers, "begin_step", gradients_in_graphs_not_zeroed(GradientBuffers.begin_step))
 
 
 def backward_captured_forwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,7 +234,14 @@ def differences(on: str, found: list[list[dict[str, Any]]]) -> list[str]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rank_equals_one_process(results, case):
+    """Buckets start in one order on all ranks, and a buffer has a shard for each rank that shares it."""
     assert differences(case[0], [of_rank[case] for of_rank in results]) == []
+    first, *others = (of_rank[case][step]["launches"] for of_rank in results for step in range(STEPS))
+    assert all(launches == first for launches in others)
+    assert set(first) == {"dp", "edp"}
+    mesh, zero = MESHES[case[0]], case[1]
+    for over, num_shards in results[0][case][0]["shards"]:
+        assert num_shards == (mesh.size(over) if zero else 1)
 
 
 @pytest.mark.parametrize(("axis", "on"), FORGOTTEN.items())
@@ -244,17 +251,3 @@ def test_a_sum_left_out_is_seen(results, axis, on):
     assert of_experts in wrong
     assert "norm of step 0" in wrong
     assert not [w for w in wrong if w.startswith("gradients of norm")], "what is not of experts is as it was"
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_buckets_start_in_one_order_on_all_ranks(results, case):
-    of_ranks = [of_rank[case][step]["launches"] for of_rank in results for step in range(STEPS)]
-    assert all(launches == of_ranks[0] for launches in of_ranks)
-    assert {"dp", "edp"} == set(of_ranks[0])
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_buffer_has_a_shard_for_each_rank_that_shares_it(results, case):
-    mesh, zero = MESHES[case[0]], case[1]
-    for over, num_shards in results[0][case][0]["shards"]:
-        assert num_shards == (mesh.size(over) if zero else 1)

@@ -210,19 +210,15 @@ def counted(host: Any, layout: dict[str, Any]) -> Any:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_rows_of_the_plan_are_the_exchanges_of_a_step(layout: str) -> None:
-    rows, _, ranks = session_lab().call(counted, LAYOUTS[layout])
+def test_rows_of_the_plan_are_the_exchanges_of_a_step_and_each_matrix_is_one_ranks(
+    layout: str,
+) -> None:
+    rows, of_weights, ranks = session_lab().call(counted, LAYOUTS[layout])
     calls = [seen for seen, _ in ranks]
     assert len({tuple(axis for _, axis in seen) for seen in calls}) == 1
     most = [(max(seen[i][0] for seen in calls), calls[0][i][1]) for i in range(len(calls[0]))]
     assert sorted(most) == sorted(rows)
     assert rows
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_matrix_is_orthogonalised_on_one_rank(layout: str) -> None:
-    _, of_weights, ranks = session_lab().call(counted, LAYOUTS[layout])
     wanted = sorted((size, columns) for sizes, columns in of_weights for size in sizes)
     assert sorted(shape for _, shapes in ranks for shape in shapes) == wanted
     work = [sum(a * b for a, b in shapes) for _, shapes in ranks]

@@ -17,6 +17,7 @@ from passes.errors import PlanError
 from passes.ops import collectives, experts, tokens
 from passes.ops.axis import AxisHandle
 from planner import plan
+from planner.spec.spec import Spec
 from runtime.audit.own_module import Tolerance
 from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
@@ -25,6 +26,7 @@ from runtime.verify.mutants import num_collectives, without_collective
 from runtime.verify.reference import OneProcess
 from tests.models.routed import VOCABULARY, Experts, Routed, loop, stacks
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.planted import experts as planted
 from tests.tools.simulated_mesh import one_process, run_mesh
 
 SPEC = {
@@ -70,7 +72,7 @@ def run_each_mutant(mesh: dict) -> list[tuple[str, float, dict]]:
 def test_without_any_single_exchange_the_result_is_wrong(mesh, at_least):
     found = launch(run_each_mutant, 2 * mesh.get("pp", 1), mesh, timeout_seconds=HANG_SECONDS)[0]
     assert len(found) > at_least
-    one = OneProcess(build(), _spec())
+    one = OneProcess(build(), Spec.load(SPEC))
     loss = one.forward_backward(batch())
     gradients = {name: p.grad for name, p in one.model.named_parameters(remove_duplicate=False)}
     allowed = Tolerance.of(torch.float64, lr=1e-3)
@@ -90,12 +92,6 @@ def test_a_number_beyond_the_last_is_refused():
     with pytest.raises(PlanError, match=f"there is no collective {last} to remove") as caught:
         without_collective(decided, 0, last)
     assert f"hold {last} of them, numbered from 0" in caught.value.fix
-
-
-def _spec():
-    from planner.spec.spec import Spec
-
-    return Spec.load(SPEC)
 
 
 TP = {"tp": 2, "dp": 2, "ep": 2, "etp": 1}
@@ -121,40 +117,19 @@ def is_equal(
     return abs(float(ran.loss - truth.loss)) < 1e-10 and max(ran.apart(truth).values()) < 1e-8
 
 
-def _kept(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """As many rows as should come, of this rank's own."""
-    total = sum(received)
-    return torch.cat([rows, rows.new_zeros(max(0, total - len(rows)), *rows.shape[1:])])[:total]
-
-
 def _stay(phase: str, over: str) -> Change:
     """Rows (or their gradients) of a phase do not leave the rank, over one axis."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
-        send, back = experts._send, experts._return
-
-        def sent(rows: Tensor, splits: experts.Splits, axis: AxisHandle, at: str) -> Tensor:
-            stays = at == phase and axis.name == over
-            return _kept(rows, splits.sent, splits.received) if stays else send(rows, splits, axis, at)
-
-        def returned(rows: Tensor, splits: experts.Splits, axis: AxisHandle, at: str) -> Tensor:
-            stays = at == phase and axis.name == over
-            return _kept(rows, splits.received, splits.sent) if stays else back(rows, splits, axis, at)
-
-        patch.setattr(experts, "_send", sent)
-        patch.setattr(experts, "_return", returned)
+        for name in ("_send", "_return"):
+            patch.setattr(experts, name, planted.rows_stay(phase, (over,))(getattr(experts, name)))
 
     return change
 
 
 def _unsummed(patch: pytest.MonkeyPatch) -> None:
     """gather_in over etp gives this rank's own part, where the sum of all is due."""
-
-    def own_part(rows: Tensor, splits: experts.Splits, axis: AxisHandle, phase: str) -> Tensor:
-        came = experts._return(rows, splits, axis, phase)
-        return came.view(axis.size, splits.sent[0], *rows.shape[1:])[axis.rank]
-
-    patch.setattr(experts, "_sum_of_parts", own_part)
+    patch.setattr(experts, "_sum_of_parts", planted.one_part)
 
 
 def _unsorted(patch: pytest.MonkeyPatch) -> None:
@@ -177,26 +152,12 @@ def _unsorted_there(patch: pytest.MonkeyPatch) -> None:
 
 def _tokens_stay(phase: str) -> Change:
     """Tokens (or their gradients) do not leave the rank."""
-
-    def change(patch: pytest.MonkeyPatch) -> None:
-        exchanged = tokens.exchanged
-
-        def kept(rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, at: str, **how: bool) -> Tensor:
-            stays = at == phase and rows.dtype.is_floating_point
-            return _kept(rows, sent, received) if stays else exchanged(rows, sent, received, axis, at, **how)
-
-        patch.setattr(tokens, "exchanged", kept)
-
-    return change
+    return lambda patch: patch.setattr(tokens, "exchanged", planted.tokens_stay(phase)(tokens.exchanged))
 
 
 def _last_alone(patch: pytest.MonkeyPatch) -> None:
     """A token gets the result of one of its rows, where the sum of all is due."""
-
-    def last(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows).to(dtype)
-
-    patch.setattr(tokens, "_summed", last)
+    patch.setattr(tokens, "_summed", planted.one_of_the_rows)
 
 
 def _places_of_senders(patch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,14 @@ from runtime.optimizer.flat import FlatOptimizer
 from tests.tools.planted.fault import Fault, Function, on_other_axis
 
 
-def _rows_stay(way: str) -> Any:
-    """Of ``phase`` ``way``: rows of other ranks are these, as many as should come."""
+def rows_stay(way: str, over: tuple[str, ...] = ("ep", "etp")) -> Any:
+    """Of ``phase`` ``way``, over one of these axes: rows of other ranks are these, as many as should come."""
 
     def make(whole: Function) -> Function:
-        def exchanged(rows: Tensor, sent: list[int], received: list[int], axis: Any) -> Tensor:
-            return rows if axis.size == 1 else _as_many(rows, sum(received))
-
         def move(rows: Tensor, splits: Any, axis: Any, phase: str) -> Tensor:
-            if phase != way:
+            if phase != way or axis.size == 1 or axis.name not in over:
                 return whole(rows, splits, axis, phase)
-            is_return = whole.__name__ == "_return"
-            there = (splits.received, splits.sent) if is_return else (splits.sent, splits.received)
-            return exchanged(rows, *there, axis)
+            return _as_many(rows, sum(splits.sent if whole.__name__ == "_return" else splits.received))
 
         return move
 
@@ -46,7 +41,7 @@ def _in_reverse(whole: Function) -> Function:
     return move
 
 
-def _one_part(rows: Tensor, splits: Any, axis: Any, phase: str) -> Tensor:
+def one_part(rows: Tensor, splits: Any, axis: Any, phase: str) -> Tensor:
     came = experts._return(rows, splits, axis, phase)
     return came.view(axis.size, splits.sent[0], *rows.shape[1:])[axis.rank].clone()
 
@@ -75,27 +70,32 @@ def _none_rests(whole: Function) -> Function:
     return step
 
 
-def _tokens_stay(whole: Function) -> Function:
-    def move(rows: Tensor, sent: list[int], received: list[int], axis: Any, phase: str, **how: bool) -> Tensor:
-        if not rows.dtype.is_floating_point or axis.size == 1:
-            return whole(rows, sent, received, axis, phase, **how)
-        return _as_many(rows, sum(received))
+def tokens_stay(*ways: str) -> Any:
+    """Of these phases."""
 
-    return move
+    def make(whole: Function) -> Function:
+        def move(rows: Tensor, sent: list[int], received: list[int], axis: Any, phase: str, **how: bool) -> Tensor:
+            if phase not in ways or not rows.dtype.is_floating_point or axis.size == 1:
+                return whole(rows, sent, received, axis, phase, **how)
+            return _as_many(rows, sum(received))
+
+        return move
+
+    return make
 
 
-def _one_of_the_rows(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def one_of_the_rows(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return rows.new_zeros(size, *rows.shape[1:]).index_put_((places,), rows).to(dtype)
 
 
 FAULTS = {
-    "rows of experts: all-to-all left out": Fault(experts, "_send", _rows_stay("forward"), seed=122),
-    "rows of experts: all-to-all back left out": Fault(experts, "_return", _rows_stay("forward"), seed=3),
-    "rows of experts: all-to-all of gradients left out": Fault(experts, "_return", _rows_stay("backward"), seed=122),
+    "rows of experts: all-to-all left out": Fault(experts, "_send", rows_stay("forward"), seed=122),
+    "rows of experts: all-to-all back left out": Fault(experts, "_return", rows_stay("forward"), seed=3),
+    "rows of experts: all-to-all of gradients left out": Fault(experts, "_return", rows_stay("backward"), seed=122),
     "rows of experts: in the wrong order": Fault(experts, "_send", _in_reverse, seed=122),
-    "tokens of experts: all-to-all left out": Fault(tokens, "exchanged", _tokens_stay, seed=122),
-    "tokens of experts: sum left out": Fault(tokens, "_summed", lambda whole: _one_of_the_rows, seed=122),
-    "rows of experts: sum of parts over etp left out": Fault(experts, "_sum_of_parts", lambda whole: _one_part, seed=3),
+    "tokens of experts: all-to-all left out": Fault(tokens, "exchanged", tokens_stay("forward", "backward"), seed=122),
+    "tokens of experts: sum left out": Fault(tokens, "_summed", lambda whole: one_of_the_rows, seed=122),
+    "rows of experts: sum of parts over etp left out": Fault(experts, "_sum_of_parts", lambda whole: one_part, seed=3),
     "rows of experts: sum of parts over etp doubled": Fault(
         experts, "_sum_of_parts", lambda whole: lambda *args: 2 * whole(*args), seed=3
     ),

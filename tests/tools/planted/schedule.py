@@ -92,7 +92,7 @@ def _message_slots_released_at_once(whole: Function) -> Function:
     return lambda *args: {key: 0 for key in whole(*args)}
 
 
-def _gradients_in_graphs_not_zeroed(whole: Function) -> Function:
+def gradients_in_graphs_not_zeroed(whole: Function) -> Function:
     def begin_step(self: Any) -> None:
         in_graphs, self._in_graphs = self._in_graphs, []
         whole(self)
@@ -140,7 +140,7 @@ FAULTS = {
     "graphs: a slot released early": Fault(region_graphs, "slots_of", _graph_slots_released_after_the_forward, seed=30),
     "graphs: a message's buffer released early": Fault(p2p, "message_slots", _message_slots_released_at_once, seed=63),
     "graphs: gradients added to those of the step before": Fault(
-        GradientBuffers, "begin_step", _gradients_in_graphs_not_zeroed, seed=30
+        GradientBuffers, "begin_step", gradients_in_graphs_not_zeroed, seed=30
     ),
     "recomputation: draws of another microbatch": Fault(RandomState, "again", _draws_of_next_microbatch, seed=63),
     "dropout: a seed shared by microbatches": Fault(
