@@ -24,7 +24,7 @@ from planner import plan
 from planner.lower import lower
 from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
-from tests.tools.live_memory import Made
+from tests.tools.saved_memory import Made
 
 KINDS = ("none", "full", "selective")
 

@@ -11,7 +11,7 @@ rank: ranks that hold other tokens add theirs. The gradient that comes back is t
 the part of its own tokens: nothing is exchanged in the backward.
 
 Needs:   a localised graph (passes.localize).
-Leaves:  collectives are those of the plan, and of scores or next tokens (tests/tools/exchanged_rows.py); for log_p no
+Leaves:  collectives are those of the plan, and of scores or next tokens (tests/tools/score_jobs.py); for log_p no
          op that only the loss reads.
 """
 

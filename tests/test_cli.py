@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +20,8 @@ from runtime.commands.evaluate import evaluate_command
 from runtime.commands.train import train_command
 from tests.tools.commands import python
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 GPT, GPT_SPEC = f"{ROOT / 'examples' / 'gpt.py'}:build", str(ROOT / "examples" / "gpt.yaml")
 
 AUTO = (
@@ -153,9 +153,6 @@ def test_help_shows_an_example(command):
         (["groups", "--world-size", 8, "--tp", "9" * 30], ["tp is more than 1048576"]),
         (["schedule", "--pp", 10**9, "--microbatches", 10**9], ["1f1b: pp 1000000000", "more than 262144 actions"]),
         (["plan", GPT, "/dev/full"], ["the spec /dev/full is a device, not a regular file", "fix:"]),
-        (["plan", GPT, "n" * 5000], ["cannot read the spec", "File name too long"]),
-        (["plan", "hf:" + "n" * 5000, GPT_SPEC], ["cannot read the config", "File name too long"]),
-        (["plan", "n" * 5000 + ".py:build", GPT_SPEC], ["no file nnn"]),
         (["verify", GPT, GPT_SPEC, "--tolerance", "nan"], ["a tolerance of nan compares nothing"]),
         (["verify", GPT, GPT_SPEC, "--tolerance", "-1"], ["a tolerance of -1.0 compares nothing"]),
     ],
@@ -164,24 +161,15 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, words):
     assert_bad_input(run(*arguments), *words)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("mesh:", "#", ["mesh is missing", "fix: add `mesh: {tp: 2, pp: 2}` or `mesh: auto`"]),
-        ("mesh:", "mash:", ["SpecError", "mash", "did you mean 'mesh'", "spec.yaml:2"]),
-        ("tp: 2", "tp: two", ["SpecError", "mesh.tp", "spec.yaml:2"]),
-        ("global: 16", "global: 15", ["batch.global = 15 is not divisible", "spec.yaml:3"]),
         ("tp: 2", "tp: 3", ["4 query heads not divisible by tp = 3", "gpt.py:26", "fix: choose tp from {2, 4}"]),
-        ("pp: 2", "pp: 8", ["pp 8 stages", "4 blocks", "spec.yaml:2", "fix:"]),
-        ("input_ids: {", "token_ids: {", ["'input_ids'", "spec.yaml:4", "fix:"]),
     ],
 )
 def test_bad_spec_names_line_and_fix(tmp_path, old, new, words):
-    path = spec_with(tmp_path, old, new)
-    if old.startswith("input_ids"):
-        path.write_text(path.read_text().replace("like: input_ids", "like: token_ids"))
-    assert_bad_input(run("plan", GPT, path), *words)
+    assert_bad_input(run("plan", GPT, spec_with(tmp_path, old, new)), *words)
 
 
 def test_all_that_is_wrong_with_a_spec_is_one_message(tmp_path):
@@ -248,23 +236,23 @@ def test_version_and_flags_take_no_value():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "words",
+    ("given", "words"),
     [
-        ["report", "{long}"],
-        ["checkpoint", "{long}"],
-        ["diff", "{long}", "{long}"],
-        ["plan", "{long}.py:build", "examples/gpt.yaml"],
-        ["plan", "examples/gpt.py:build", "{long}"],
-        ["search", "hf:{long}", "examples/gpt.yaml"],
-        ["train", "examples/gpt.py:build", "examples/gpt.yaml", "--data", "{long}"],
-        ["train", "examples/gpt.py:build", "examples/gpt.yaml", "--data", "stdlib", "--resume", "{long}"],
-        ["evaluate", "examples/gpt.py:build", "examples/gpt.yaml", "--data", "stdlib", "--load", "{long}"],
-        ["prepare", "{long}", "-o", "x"],
+        ("report LONG", []),
+        ("checkpoint LONG", []),
+        ("diff LONG LONG", []),
+        ("plan LONG.py:build SPEC", ["no file nnn"]),
+        ("plan MODEL LONG", ["cannot read the spec", "File name too long"]),
+        ("search hf:LONG SPEC", ["cannot read the config", "File name too long"]),
+        ("train MODEL SPEC --data LONG", []),
+        ("train MODEL SPEC --data stdlib --resume LONG", []),
+        ("evaluate MODEL SPEC --data stdlib --load LONG", []),
+        ("prepare LONG -o x", []),
     ],
-    ids=lambda words: "-".join(word for word in words if "." not in word and "{" not in word),
 )
-def test_a_name_that_no_file_can_have_is_one_error(words):
-    assert_bad_input(run(*(word.format(long="x" * 5000) for word in words)), "fix: ")
+def test_a_name_that_no_file_can_have_is_one_error(given, words):
+    known = {"LONG": "n" * 5000, "MODEL": GPT, "SPEC": GPT_SPEC}
+    assert_bad_input(run(*re.sub("|".join(known), lambda m: known[m[0]], given).split()), "fix: ", *words)
 
 
 def test_the_experts_own_tensor_axis_is_called_etp():
@@ -374,17 +362,8 @@ def test_train_follows_one_process_and_logs_every_step(tmp_path):
 @pytest.mark.slow
 def test_train_works_under_torchrun(tmp_path):
     log = tmp_path / "log.jsonl"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launcher, "-m", "runtime.cli", "train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--log-file", str(log)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        cwd=tmp_path,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "runtime.cli"]
+    done = python(*launcher, "train", GPT, GPT_SPEC, "--data", "stdlib", "--steps", 2, "--log-file", log, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(log.read_text().splitlines()) == 2
 

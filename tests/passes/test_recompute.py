@@ -26,7 +26,7 @@ from runtime.weights.shards import fill
 from runtime.weights.sources import ModelWeights
 from tests.models import families
 from tests.tools.captures import plan_again
-from tests.tools.live_memory import Made
+from tests.tools.saved_memory import Made
 from tests.tools.simulated_mesh import Ran, counted, exchanges_of, given_to, run_mesh, shares_of, spec_of, totals_of
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True, "vocabulary_multiple": 8}

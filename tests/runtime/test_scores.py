@@ -17,7 +17,7 @@ from passes.ops.loss_head import COUNT, IS_TOP, LOG_PROBABILITY
 from planner import Plan, PlanError, plan
 from runtime import Engine
 from tests.models.own_losses import class_weights_loss, logsumexp_loss, masked_loss, several_losses
-from tests.tools.exchanged_rows import score_rows
+from tests.tools.score_jobs import score_rows
 from tests.tools.scored_ranks import scores_on
 from tests.tools.simulated_mesh import spec_of
 

@@ -125,12 +125,6 @@ def ask(text: str, folder: Path, script: str, **window: Any) -> Any:
     return told["result"]["value"].get("answer")
 
 
-def screenshot(page: Path, picture: Path, **window: Any) -> None:
-    """A PNG of what the window shows."""
-    with tab(page, **window) as call:
-        picture.write_bytes(base64.b64decode(call("Page.captureScreenshot", format="png")["data"]))
-
-
 def printed(page: Path) -> bytes:
     """The page as a PDF."""
     with tab(page) as call:

@@ -13,9 +13,9 @@ from passes.errors import PlanError
 from planner.lower import kept_bytes, one_position
 from runtime import Engine
 from runtime.engine.next_tokens import KeptPositions
-from tests.tools.exchanged_rows import next_token_rows
 from tests.tools.jobs import Batches
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.score_jobs import next_token_rows
 
 Prompts = Sequence[Sequence[int]]
 PROMPTS: Prompts = (

@@ -27,7 +27,7 @@ from tests.models.hub_families import FAMILIES
 from tests.models.hugging_face import LENGTH, VOCABULARY, made
 from tests.tools.captures import plan_again
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.live_memory import MostMade
+from tests.tools.saved_memory import MostMade
 
 
 def saved(family: str, directory: Path, dtype: torch.dtype = torch.float32, **sizes: Any) -> nn.Module:

@@ -23,12 +23,12 @@ from passes.parameters import LocalParameter
 from planner import Plan
 from planner.lower import lower
 from planner.mesh import Mesh
+from planner.sharding.boxes import Box, Part
 from runtime.optimizer.main_shards import whole_elements
-from runtime.weights.shards import fill, senders_of
+from runtime.weights.shards import fill, runs_in, senders_of
 from runtime.weights.sources import ModelWeights
 from tests.tools.captures import plan_again
 from tests.tools.ranks import Ranks
-from tests.tools.shards import assemble
 from tests.tools.specs import inputs_of
 
 Batch = dict[str, Tensor]
@@ -267,3 +267,12 @@ def _summed(
     same = [grads[r][name] for r in sharers if mesh.place(r)[local.axis] == here[local.axis]]
     mask = whole_elements(local, mesh.size(local.axis)).view(local.shape)
     return torch.where(mask, summed, torch.stack(same).sum(0))  # what is cut beside them is this rank's own
+
+
+def assemble(parts: Sequence[Part], shards: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The full tensor of all its parts, without padding."""
+    full = shards[0].new_empty(tuple(shape))
+    for part, held in zip(parts, shards, strict=True):
+        for local, place in runs_in(part, shape, Box.whole(shape)):
+            full[place].copy_(held[local])
+    return full

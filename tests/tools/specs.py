@@ -48,6 +48,3 @@ def dict_error(**keys) -> str:
     with pytest.raises(SpecError) as caught:
         Spec.load({**MINIMAL, **keys})
     return str(caught.value)
-
-
-# What a spec means

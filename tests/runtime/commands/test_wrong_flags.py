@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from runtime.cli import app
 
+FIND = importlib.util.find_spec
 MODEL = """
 from torch import nn
 
@@ -34,6 +35,8 @@ def row(row):
 
 NUMBER = 3
 """
+INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {like: input_ids}}\n"
+SPEC = "mesh: {}\nbatch: {global: 4, micro: 2}\n"
 SETS = ("--validate-every", "1", "--validation-data", "a=text.txt")
 TEXTS = (*SETS, "--metric", "own.py:figures:texts", "--prompts")
 ORDER = "custom pp=2 vpp=1 microbatches=2\n0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B0.0 F1.0 B1.0\n"
@@ -118,8 +121,8 @@ def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / name).write_text(content)
     (tmp_path / "spec.yaml").write_text(SPEC + INPUTS)
     monkeypatch.chdir(tmp_path)
-    find, found = importlib.util.find_spec, list[Any]()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name == "wandb" or find(name, *more))
+    found = list[Any]()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name == "wandb" or FIND(name, *more))
     monkeypatch.setattr(torch.export, "export", lambda *given, **more: found.append(given))
     return found
 
@@ -130,7 +133,7 @@ def check(words: str, *given: str) -> None:
     assert result.exit_code == 2, told
     assert words in told
     assert "Traceback" not in told
-    assert told.count("Error") - told.count("SyntaxError") == 1
+    assert told.count("Error") - told.count("cannot be imported: ") == 1
 
 
 @pytest.mark.sampled(6)
@@ -160,15 +163,10 @@ def test_options_of_pairs_are_refused(words: str) -> None:
     assert not Path("out.tokens").exists()
 
 
-INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {like: input_ids}}\n"
-SPEC = "mesh: {}\nbatch: {global: 4, micro: 2}\n"
 BAD: dict[str, tuple[str, ...]] = {
     "--wandb needs the package wandb": ("train", "--wandb", "project"),
     "module 'x' cannot be imported": ("train", "--callback", "x:nope"),
-    "--patience needs a validation loss": ("train", "--patience", "2"),
-    "--keep-best needs a validation loss": ("train", "--keep-best", "--save", "DIR/run"),
-    "the spec holds out none": ("train", "--validate-every", "2"),
-    "the planned model has no adapters": ("train", "--save-adapters", "DIR/adapters"),
+    "the planned model has no adapters": ("train", "--save-adapters", "adapters"),
     "prompt 0 has 9 tokens, and a planned sequence has 8": (
         "train", "--sample-every", "2", "--sample-prompt", "To train ",
     ),
@@ -186,20 +184,17 @@ OF_SPEC = {"--packing": INPUTS + "data: {packing: documents}\n", "--strange": IN
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", BAD)
-def test_it_is_refused_without_a_capture(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "wandb" in words and importlib.util.find_spec("wandb") is not None:
-        pytest.skip("wandb is installed")
+def test_it_is_refused_without_a_capture(
+    words: str, captures: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "wandb" in words:
+        monkeypatch.setattr(importlib.util, "find_spec", FIND)
+        if FIND("wandb") is not None:
+            pytest.skip("wandb is installed")
     command, *options = BAD[words]
     keys = next((OF_SPEC[option] for option in options if option in OF_SPEC), INPUTS)
-    (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "spec.yaml").write_text(SPEC + keys)
-    (tmp_path / "text.txt").write_text("To train a model, a text is needed. " * 4)
-    data = ["--data", f"{tmp_path}/text.txt", "--steps", "2"] if command == "train" else []
-    captures: list[Any] = []
-    monkeypatch.setattr(torch.export, "export", lambda *given, **more: captures.append(given))
-    more = [option.replace("DIR", str(tmp_path)) for option in options if option not in OF_SPEC]
-    given = [command, f"{tmp_path}/model.py:Model", f"{tmp_path}/spec.yaml", *data, *more]
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 2, result.output
-    assert words in " ".join(result.output.split())
+    data = ["--data", "text.txt", "--steps", "2"] if command == "train" else []
+    more = [option for option in options if option not in OF_SPEC]
+    check(words, command, "model.py:Model", "spec.yaml", *data, *more)
     assert not captures

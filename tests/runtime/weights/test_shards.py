@@ -26,7 +26,7 @@ from runtime.checkpoint.safetensors_files import SafetensorsFiles
 from runtime.weights.shards import fresh_shard, senders_of, shard
 from runtime.weights.sources import InitialWeights, ModelWeights
 from tests.tools.examples import examples
-from tests.tools.shards import assemble
+from tests.tools.simulated_mesh import assemble
 
 
 @st.composite
