@@ -22,8 +22,8 @@ from tests.models import refused
 from tests.tools import jobs
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 INPUTS = "inputs: {input_ids: {shape: [8], dtype: int64, high: 256}, labels: {like: input_ids}}"
 SPEC = f"""mesh: {{tp: 2, pp: 2}}
 batch: {{global: 8, micro: 2}}

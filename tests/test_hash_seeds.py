@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,16 +19,14 @@ from planner.lower import lower
 from planner.search.search import search
 from planner.search.winner import result_sections
 from tests.models import deep, families, hugging_face
-from tests.tools.paths import ROOT
+from tests.tools.commands import python
 from tests.tools.simulated_mesh import spec_of
 
 SEEDS = ("0", "1", "2")
 
 
 def digests(seed: str, *names: str) -> dict[str, str]:
-    environment = os.environ | {"PYTHONHASHSEED": seed}
-    command = [sys.executable, "-m", "tests.test_hash_seeds", *names]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    found = python("-m", "tests.test_hash_seeds", *names, PYTHONHASHSEED=seed)
     assert not found.returncode, found.stderr
     return json.loads(found.stdout)
 

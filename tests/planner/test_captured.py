@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from planner.api import find_layouts
 from planner.lower import passes_text
 from runtime import Engine
 from tests.models.families import Entry, build
+from tests.tools.commands import python
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.specs import entry_inputs
 
@@ -264,4 +263,4 @@ def test_the_function_and_the_room_share_a_name():
     assert planner.capture.export.__name__ == "planner.capture.export"  # pyright: ignore
     code = "import planner; from planner import capture; assert planner.capture is capture; "
     code += "import planner.capture.export; assert planner.capture is capture; assert callable(capture)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
+    assert not python("-c", code).returncode

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.errors import PlanError
@@ -15,7 +14,7 @@ from runtime import Engine
 from runtime.engine.next_tokens import KeptPositions
 from tests.tools.jobs import Batches
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.score_jobs import next_token_rows
+from tests.tools.score_jobs import next_token_rows, sums_over_all
 
 Prompts = Sequence[Sequence[int]]
 PROMPTS: Prompts = (
@@ -86,22 +85,14 @@ def by_hugging_face(model: Any, prompts: Prompts, count: int) -> list[list[int]]
 
 def exchanged(plan: Any, batches: Batches) -> dict[str, tuple[int, int]]:
     """Bytes that one more token costs beside a forward, by axis: as seen, and as planned."""
-    seen: list[int] = []
     with Engine(plan, mode="evaluate", timeout_seconds=HANG_SECONDS) as engine:
         engine.generate(PROMPTS[:8], 1, cache=False)
-        whole, axis = dist.all_reduce, engine.program.axes["tp"]
-
-        def noted(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
-            if group is engine.groups.world:
-                seen.append(x.numel() * x.element_size())
-            return whole(x, *args, group=group, **options)
+        axis = engine.program.axes["tp"]
 
         def counted(count: int) -> tuple[int, int]:
-            seen.clear()
             before = axis.bytes["all_gather", "forward"]
-            dist.all_reduce = noted
-            engine.generate(PROMPTS[:8], count, cache=False)
-            dist.all_reduce = whole
+            with sums_over_all(engine) as seen:
+                engine.generate(PROMPTS[:8], count, cache=False)
             return sum(seen), axis.bytes["all_gather", "forward"] - before
 
         one, two = counted(1), counted(2)

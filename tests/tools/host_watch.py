@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from passes.base import RankProgram
+from tests.tools.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 STOPS = ("_local_scalar_dense", "is_nonzero", "nonzero", "nonzero_static", "equal", "masked_select", "unique_dim")
 STOPS += ("_unique2", "unique_consecutive", "allclose", "repeat_interleave.Tensor")
 COPIES = ("lift_fresh", "lift_fresh_copy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import ceil, prod
 from typing import Any
 
@@ -32,21 +33,27 @@ def scores_of(plan: Any, batches: Batches) -> list[tuple[Scores, float]]:
         return [before, (engine.score(batches[0]), engine.evaluate(batches[0]))]
 
 
+@contextmanager
+def sums_over_all(engine: Engine) -> Iterator[list[int]]:
+    """The bytes of each sum over all ranks, while it is open."""
+    seen, whole = list[int](), dist.all_reduce
+
+    def noted(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        if group is engine.groups.world:
+            seen.append(x.nbytes)
+        return whole(x, *args, group=group, **options)
+
+    dist.all_reduce = noted
+    yield seen
+    dist.all_reduce = whole
+
+
 def exchanged_for_scores(plan: Any, batches: Batches) -> tuple[int, int]:
     """Bytes that all ranks sum over the world for the scores of a batch, as seen and as planned."""
-    seen: list[int] = []
     with Engine(plan, timeout_seconds=HANG_SECONDS) as engine:
         engine.score(batches[0])
-        whole = dist.all_reduce
-
-        def noted(x: torch.Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
-            if group is engine.groups.world:
-                seen.append(x.numel() * x.element_size())
-            return whole(x, *args, group=group, **options)
-
-        dist.all_reduce = noted
-        engine.score(batches[0])
-        dist.all_reduce = whole
+        with sums_over_all(engine) as seen:
+            engine.score(batches[0])
     rows = score_rows(plan.to_run()[0], len(batches[0]["labels"]))
     return sum(seen), sum(row.bytes for row in rows if row.axis == "world")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.paths import ROOT
+from tests.tools.commands import python
 from tests.tools.tiers import LEFT_OUT, TIERS, function_of
 
 FILE = """
@@ -62,8 +60,7 @@ KEPT = {
 
 def run(folder: Path, *options: str) -> tuple[list[str], str]:
     """The tests that passed, and all output."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.tools.tiers", "-p", "no:cacheprovider", "-v", *options]
-    ran = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = python("-m", "pytest", "-p", "tests.tools.tiers", "-p", "no:cacheprovider", "-v", *options, folder)
     passed = [line.split()[0].partition("::")[2] for line in ran.stdout.splitlines() if " PASSED" in line]
     return passed, ran.stdout + ran.stderr
 

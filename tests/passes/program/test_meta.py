@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from passes.program.program import META, STAGE_META
+from tests.tools.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 HOUSES = [path for house in ("planner", "passes", "runtime") for path in sorted((ROOT / house).rglob("*.py"))]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +22,9 @@ from runtime.distributed.opening import open_groups
 from runtime.pipeline.nonfinite import NonFinite, Seen
 from runtime.profiling.trace import Span
 from tests.tools.limits import HANG_SECONDS
+from tests.tools.paths import ROOT
 from tests.tools.ranks import Ranks
 
-ROOT = Path(__file__).parents[3]
 OF_OBJECTS = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list", "_object_to_tensor", "_tensor_to_object"),

@@ -26,7 +26,6 @@ from runtime.training.loop import run_rank
 from runtime.training.options import AUTO
 from tests.tools.limits import HANG_SECONDS
 
-ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
 import torch
 from examples.gpt import GPT

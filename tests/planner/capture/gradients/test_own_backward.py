@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +35,7 @@ from tests.models.custom_functions import (
     calls_in,
 )
 from tests.models.one_body import OneBody, assert_capture_equals, batch
+from tests.tools.commands import python
 from tests.tools.random_ops import op_of, real
 from tests.tools.simulated_ranks import Op, check
 
@@ -248,11 +246,7 @@ print(plan(model, {"mesh": {"tp": 2}, "batch": {"global": 2, "micro": 2}, "input
 
 @pytest.mark.thorough
 def test_a_plan_has_one_hash_in_every_process() -> None:
-    found = {
-        subprocess.run([sys.executable, "-c", PRINT_HASH], env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
-                       capture_output=True, text=True).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
+    found = {python("-c", PRINT_HASH, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")}
     assert len(found) == 1
     assert len(found.pop()) > 8
 
