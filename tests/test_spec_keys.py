@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -21,11 +20,9 @@ from planner import PlanError, plan
 from planner.spec.fields import Section
 from planner.spec.inputs import InputSpec
 from planner.spec.spec import Spec
-from runtime.distributed.launch import launch
 from runtime.engine.engine import Engine
 from runtime.verify.batches import random_batch
 from tests.tools.captures import plan_again
-from tests.tools.limits import HANG_SECONDS
 
 VOCABULARY, LENGTH = 97, 8
 BASE: dict[str, Any] = {
@@ -101,7 +98,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "attention": ("cudnn", {}),  # without cp; with it: tests/runtime/test_attention.py
     "devices": (4, {}),  # without auto it says how many ranks the mesh has
 }
-# these have tests of their own: of layouts with dropout, below, of norms, recorded graphs, NaN and Inf, compiled code
+# these have tests of their own: of layouts with dropout, of norms, of ranks that begin with other weights, below, of
+# recorded graphs, NaN and Inf, compiled code
 BELOW = [
     "dropout",
     "fuse_norms",
@@ -264,21 +262,3 @@ def test_another_high_draws_other_inputs():
     decided = plan(build(), BASE)
     low, all_ = (random_batch(Spec.load(with_keys({"inputs.high": n})), decided, seed=0) for n in (5, VOCABULARY))
     assert low["input_ids"].max() < 5 <= all_["input_ids"].max() < VOCABULARY
-
-
-def end_of_engine(initial_weights: str) -> str:
-    """What an engine ends in whose ranks begin with other weights each."""
-    torch.manual_seed(int(os.environ["RANK"]))
-    model = GPT(VOCABULARY, LENGTH, 32, 4, 4)
-    try:
-        Engine(plan(model, {**BASE, "mesh": {"dp": 2}, "initial_weights": initial_weights})).close()
-    except PlanError as error:
-        return f"refused at {error.where}"
-    return "runs"
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(("value", "end"), [("broadcast", "runs"), ("require_equal", "refused at initial_weights")])
-def test_initial_weights_that_differ_are_sent_or_refused(value, end):
-    assert launch(end_of_engine, 2, value, timeout_seconds=HANG_SECONDS) == [end, end]

@@ -1,4 +1,4 @@
-"""Losses outside the model, DPO and GRPO: over any rows of a batch, and the jobs of ranks that train with them."""
+"""Losses outside the model on processes: value, gradients and steps of DPO and GRPO are those of one process."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import Engine
+from tests.tools.jobs import own_parameters
 from tests.tools.laboratory import ADAMW, Case, Lab
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.own_parameters import own_parameters
 
 FLOAT16 = {"precision": {"parameters": "float16", "loss_scale": "dynamic"}, "optimizer": ADAMW}
 NUM_STEPS, BAD = 5, 2

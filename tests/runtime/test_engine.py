@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from passes.errors import PlanError
+from planner import plan
 from planner.frozen_plan import Plan
-from runtime.engine.engine import Engine
+from runtime import Engine
 from runtime.verify.reference import OneProcess
+from tests.models import families
+from tests.tools.graphed_runs import differences, engine_of, spec_of, train
 from tests.tools.handmade_stages import build_batch, build_model, build_plan, lower
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.ranks import Ranks
@@ -183,3 +186,47 @@ def test_a_batch_of_another_shape_or_dtype_is_refused():
         engine.train_step({name: value[:, 1:] for name, value in build_batch(SIZE).items()})
     with pytest.raises(PlanError, match=r"batch\['x'\] is torch.float32, the plan expects torch.float64"):
         engine.train_step({name: value.float() for name, value in build_batch(SIZE).items()})
+
+
+# ---- Plans of captured models
+
+
+@pytest.mark.thorough
+def test_the_full_model_does_not_outlive_the_copying_of_shards():
+    entry = families.build("gpt")
+    reference, decided, batch = ref(entry.model), plan(entry.model, spec_of(entry, None)), entry.batch(8, 0)
+    del entry
+    engine = Engine(decided)
+    gc.collect()
+    assert reference() is None
+    assert engine.train_step(batch).loss > 0
+    with pytest.raises(PlanError, match="the planned model is gone"):
+        Engine(decided)
+
+
+def test_tied_parameters_are_gathered_under_every_name():
+    engine, entry = engine_of("gpt", None)
+    engine.forward_backward(entry.batch(8, 0))
+    names = {name for name, _ in entry.model.named_parameters(remove_duplicate=False)}
+    assert {"tokens.weight", "head.weight"} <= names
+    assert set(engine.gather_parameters()) == set(engine.gather_gradients()) == names
+
+
+def test_evaluation_is_without_dropout():
+    engine, entry = engine_of("gpt-dropout", None)
+    truth = entry.model.eval()(**entry.batch(8, 0))[1].item()
+    assert engine.evaluate(entry.batch(8, 0)) == pytest.approx(truth, rel=1e-12)
+
+
+@pytest.mark.thorough
+def test_a_constant_loss_scale_changes_no_number_and_stays_after_an_overflow():
+    """A power of two: gradients and weights keep every bit."""
+    engines = [engine_of("gpt", None, precision={"loss_scale": scale}) for scale in ("none", 4096)]
+    plain, scaled = (train(*each) for each in engines)
+    assert differences(plain, scaled) == []
+    engine, entry = engines[1]
+    assert engine.loss_scale.tensor is not None
+    engine.loss_scale.tensor.fill_(float("inf"))
+    assert engine.train_step(entry.batch(8, 0)).skipped
+    assert engine.loss_scale.value == float("inf")
+    assert not engine.loss_scale.is_exhausted

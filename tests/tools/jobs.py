@@ -23,6 +23,7 @@ from runtime import Engine
 from runtime.distributed import opening
 from runtime.distributed.faults.failure import StepError
 from runtime.distributed.groups import Groups
+from runtime.engine.build import parameters_of
 from runtime.verify.mutants import num_collectives, without_collective
 from tests.tools.comparison import Found
 from tests.tools.laboratory import steps
@@ -207,3 +208,8 @@ def id_errors(plan: Any, batches: Batches, name: str, value: int) -> tuple[str, 
         except StepError as error:
             return checked, str(error)
     return checked, ""
+
+
+def own_parameters(engine: Engine) -> dict[str, Tensor]:
+    """By dotted name; of a tied weight's copies any, they are equal."""
+    return {local.fqn: parameter.data for local, parameter in parameters_of(engine.program)}

@@ -49,6 +49,7 @@ TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "--callback": {
         "no 'absent' in own": ("own.py:absent",),
         "is a int, not a function": ("own.py:NUMBER",),
+        "has an unknown form": ("own.py",),
         "takes (log_probs, labels, batch), and gets 2 or 1 arguments": ("own.py:figures",),
         "cannot be imported: SyntaxError": ("broken.py:f",),
     },

@@ -12,58 +12,40 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
-from examples.gpt import GPT
 from planner import PlanError, plan
 from planner.spec.spec import Spec
 from runtime import Engine
 from runtime.cli import app
-from runtime.distributed.launch import launch
 from runtime.verify.reference import OneProcess
+from tests.models import families
+from tests.tools.laboratory import NUM_BATCHES, Case, Lab, spec_of
 from tests.tools.limits import HANG_SECONDS
 
 DECAY, STEPS = 0.8, 5
-SPEC: dict[str, Any] = {
-    "mesh": {},
-    "batch": {"global": 4, "micro": 2},
-    "inputs": {"input_ids": {"shape": [8], "dtype": "int64", "high": 37}, "targets": {"like": "input_ids"}},
-    "optimizer": {"lr": 1e-2, "eps": 1e-3, "ema": DECAY},  # with a small eps the rounding of small gradients grows
-}
 HALF = {"precision": {"parameters": "bfloat16"}}
 
 
-def build() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocabulary=37, length=8, width=16, num_layers=2, num_heads=2).double()
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randint(37, (4, 8), generator=generator) for name in ("input_ids", "targets")}
-
-
-def averaged(mesh: dict[str, int]) -> dict[str, Tensor]:
-    """After STEPS updates, on rank 0."""
-    with Engine(plan(build(), SPEC | {"mesh": mesh}), timeout_seconds=HANG_SECONDS) as engine:
+def averaged(decided: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """After STEPS updates."""
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
         for step in range(STEPS):
-            engine.train_step(batch(step))
+            engine.train_step(batches[step % len(batches)])
         with engine.averaged_weights():
             return engine.gather_parameters()
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "mesh",
-    [{}, pytest.param({"dp": 2}, marks=pytest.mark.slow), pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_it_is_the_mean_that_torch_keeps_of_one_process(mesh: dict[str, int]) -> None:
-    size = mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
-    found = launch(averaged, size, mesh, timeout_seconds=HANG_SECONDS)[0] if size > 1 else averaged(mesh)
-    one = OneProcess(build(), Spec.load(SPEC))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_it_is_the_mean_that_torch_keeps_of_one_process(lab: Lab, mesh: dict[str, int]) -> None:
+    # with a small eps the rounding of small gradients grows
+    case = Case("gpt", mesh, {"optimizer": {"lr": 1e-2, "eps": 1e-3, "ema": DECAY}}, job=averaged)
+    found, entry = lab.run(case)[0], families.build("gpt")
+    one = OneProcess(entry.model, Spec.load(spec_of(entry, case)))
     mean = AveragedModel(one.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     mean.update_parameters(one.model)  # the first is a copy
     for step in range(STEPS):
-        one.train_step(batch(step))
+        one.train_step(entry.batch(8, step % NUM_BATCHES))
         mean.update_parameters(one.model)
     truth = dict(mean.module.named_parameters(remove_duplicate=False))
     assert found.keys() == truth.keys()

@@ -185,25 +185,6 @@ def test_what_a_callback_raises_is_one_error_at_its_line(run, tmp_path):
     )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("options", "what", "where"),
-    [
-        ({"callback": "calls.py"}, "--callback 'calls.py' has an unknown form", "--callback"),
-        ({"callback": "{}/calls.py:none"}, "no 'none' in calls", None),
-        ({"wandb": "p"}, "needs the package wandb", "--wandb"),
-        ({"keep_best": True, "save": "{}/run"}, "needs a validation loss", "--keep-best"),
-        ({"patience": 2}, "needs a validation loss", "--patience"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_work_are_refused_before_the_run(run, tmp_path, options, what, where):
-    given = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in options.items()}
-    with pytest.raises(PlanError, match=what) as error:
-        run(**given)
-    assert where is None or error.value.where == where
-
-
 @pytest.mark.thorough
 def test_a_mixture_of_texts_trains_and_names_both_in_its_saves(run, tmp_path):
     (tmp_path / "other.txt").write_text("0123456789" * 400)

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from passes.errors import PlanError
 from planner import plan
 from planner.spec.spec import Spec
-from runtime.cli import app
 from runtime.data.batches import BatchLayout
 from runtime.data.text.encoders import ByteEncoder
 from runtime.data.token_batches import TokenBatches
@@ -203,11 +201,9 @@ def test_a_tokenizer_cuts_the_text_of_a_run(tmp_path: Path) -> None:
             "data.validation = 0.001 holds out too little: the held-out part of",
             "spec.yaml",
         ),
-        ({"validate_every": 2}, "--validate-every needs held-out text", "--validate-every"),
         ({"high": 100}, r"text has the id 119 at position 0.*, but inputs.input_ids.high is 100", "spec.yaml"),
         ({"vocabulary": 128}, "text as bytes has tokens up to 255, but the embedding", "spec.yaml"),
         ({"tokenizer": "none.json"}, "there is no tokenizer file none.json", "none.json"),
-        ({"data": "none"}, "no file or directory none", "--data"),
     ],
 )
 def test_data_that_does_not_fit_is_one_error_before_the_run(
@@ -232,12 +228,3 @@ def test_a_token_file_whose_ids_were_changed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(PlanError, match="tokens is damaged: the checksum of its ids does not match"):
         checked(job_in(tmp_path, data=str(tmp_path / "tokens")))
-
-
-def test_the_command_ends_with_one_error_for_a_file_cut_short(tmp_path: Path) -> None:
-    prepare([Path(job_in(tmp_path).data)], tmp_path / "tokens", ByteEncoder())
-    (tmp_path / "tokens").write_bytes((tmp_path / "tokens").read_bytes()[:5000])
-    job = job_in(tmp_path, data=str(tmp_path / "tokens"))
-    result = CliRunner().invoke(app, ["train", job.model, job.spec, "--data", job.data])
-    assert result.exit_code == 2
-    assert "is truncated: it has 5000 bytes" in result.output

@@ -16,9 +16,9 @@ from runtime.pipeline.nonfinite import PARAMETER, NonFinite, Seen, first_of
 from runtime.training.loop import NonFiniteError, NonFiniteGuard
 from tests.models import families, fragile
 from tests.tools.commands import python
+from tests.tools.jobs import own_parameters
 from tests.tools.laboratory import Case, Lab, spec_of
 from tests.tools.limits import HANG_SECONDS
-from tests.tools.own_parameters import own_parameters
 
 LINES = Path(fragile.__file__).read_text().splitlines()
 

@@ -139,15 +139,6 @@ def test_names_of_sets_are_given_once(given: list[str]) -> None:
         named_files(given)
 
 
-def test_sets_and_metrics_need_a_validation(files: Path) -> None:
-    job = Job("m", "s", str(files / "text.txt"), 2, validation_data=(("a", str(files / "a.txt")),))
-    (files / "spec.yaml").write_text(SPEC % ("3.0e-2", "0.0"))
-    names = f"{files / 'tokens.py'}:Tokens", str(files / "spec.yaml"), str(files / "text.txt")
-    for options in ({"validation_data": job.validation_data}, {"metric": f"{files / 'metrics.py'}:figures"}):
-        with pytest.raises(PlanError, match="is for validations, and there are none"):
-            train(Job(*names, num_steps=2, **options))
-
-
 def test_a_name_that_some_batches_lack_keeps_its_sum():
     assert _added([{"a": (1.0, 2.0), "b": (3.0, 1.0)}, {"a": (4.0, 5.0)}]) == {"a": (5.0, 7.0), "b": (3.0, 1.0)}
 
@@ -164,19 +155,7 @@ def test_a_metric_of_texts_gets_each_prompt_with_its_text_and_row(files: Path, p
     assert logged[0] > 0
 
 
-@pytest.mark.parametrize(
-    ("function", "content", "words"),
-    [
-        ("lengths", '{"prompt": "a"}', "prompts are for a metric of texts"),
-        ("lengths:texts", None, "prompts are for a metric of texts"),
-        ("absent:texts", '{"prompt": "a"}', "no 'absent' in metrics"),
-        ("lengths:texts", '{"question": "a"}', "prompt"),
-        ("lengths:texts", "", "has no prompt"),
-        ("lengths:texts", '{"prompt": "%s"}' % ("a" * 40), "40"),
-    ],
-)
-def test_prompts_that_cannot_serve_are_refused(files: Path, function: str, content: str | None, words: str) -> None:
-    if content is not None:
-        (files / "prompts.jsonl").write_text(content)
-    with pytest.raises(PlanError, match=words):
-        run(files, function=function, prompts=None if content is None else str(files / "prompts.jsonl"))
+def test_a_prompt_longer_than_a_sequence_is_refused(files: Path) -> None:
+    (files / "prompts.jsonl").write_text('{"prompt": "%s"}' % ("a" * 40))
+    with pytest.raises(PlanError, match="40"):
+        run(files, function="lengths:texts", prompts=str(files / "prompts.jsonl"))

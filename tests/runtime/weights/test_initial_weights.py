@@ -132,6 +132,7 @@ def test_require_equal_is_one_error_on_every_rank_and_equal_weights_are_not_sent
     refused, equal = found[0]
     assert refused.startswith("rank 1 starts with other weights than rank 0: parameter frozen (and ")
     assert "torch.manual_seed" in refused
+    assert "at:  initial_weights" in refused
     assert equal == "equal"  # differing() was empty: take_weights has nothing to send
 
 

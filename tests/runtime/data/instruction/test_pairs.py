@@ -121,18 +121,3 @@ def test_pairs_and_inputs_that_do_not_fit_are_refused(made: Made) -> None:
     alone = made.tokens([{"messages": TALKS[0]["chosen"]}], Instruction(chat="messages"))
     with pytest.raises(PlanError, match=r"as tokens of a text it needs \[length\]"):
         sample_of(alone, 0)
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (Instruction(chosen="chosen"), "--chosen and --rejected go together"),
-        (Instruction(chosen="a", rejected="b", chat="c"), "four kinds of rows"),
-        (Instruction(chosen="a", rejected="b", prompt="p", answer="c"), "four kinds of rows"),
-        (Instruction(prompt="p"), "--prompt and --answer go together"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_go_together_are_one_error(asked: Instruction, words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        asked.makes_samples("model")
