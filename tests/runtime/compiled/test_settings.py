@@ -1,4 +1,4 @@
-"""Pieces in recomputed blocks and captured regions: the same training and memory, and no compiler in a capture."""
+"""Compiled pieces in recomputed blocks and captured regions, their roundings, and how long ranks wait for compilers."""
 
 from __future__ import annotations
 
