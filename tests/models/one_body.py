@@ -13,6 +13,8 @@ from tests.tools.captured_ops import gradients
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 6, 8, 16
 Body = Callable[["OneBody", Tensor], Tensor]
+GIVEN = {"shape": [LENGTH], "dtype": "int64", "high": VOCABULARY}
+SPEC = {"mesh": {"tp": 1}, "batch": {"global": 4, "micro": 2}, "inputs": {"ids": GIVEN, "labels": GIVEN}}
 
 
 class OneBody(nn.Module):

@@ -237,10 +237,9 @@ def test_functions_of_one_name_are_told_apart_by_their_order() -> None:
 PRINT_HASH = """
 from planner import plan
 from tests.models.custom_functions import Quantised, Rounded
-from tests.models.one_body import OneBody
+from tests.models.one_body import SPEC, OneBody
 model = OneBody(lambda m, x: Rounded.apply(Quantised.apply(m.up(x), m.scale)[0], 8))
-inputs = {"ids": {"shape": [6], "dtype": "int64", "high": 16}, "labels": {"like": "ids"}}
-print(plan(model, {"mesh": {"tp": 2}, "batch": {"global": 2, "micro": 2}, "inputs": inputs}).hash)
+print(plan(model, {**SPEC, "mesh": {"tp": 2}}).hash)
 """
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner import capture, plan
+from tests.models import one_body
 from tests.models.one_body import BATCH, LENGTH, WIDTH, OneBody, assert_capture_equals
 
 
@@ -60,11 +61,7 @@ def gated(x: Tensor) -> Tensor:
 
 
 shifted = torch.jit.trace(lambda x: x * torch.sigmoid(x) + 1, torch.zeros(2).double())
-SPEC = {
-    "mesh": {"tp": 2},
-    "batch": {"global": 4, "micro": 2},
-    "inputs": {"ids": {"shape": [6], "dtype": "int64", "high": 16}, "labels": {"like": "ids"}},
-}
+SPEC = {**one_body.SPEC, "mesh": {"tp": 2}}
 
 
 @pytest.mark.sampled(1)

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner import plan
-from tests.models.one_body import WIDTH, Body, OneBody, assert_capture_equals, batch
-
-SPEC = {
-    "mesh": {"tp": 1},
-    "batch": {"global": 2, "micro": 2},
-    "inputs": {"ids": {"shape": [6], "dtype": "int64", "high": 16}, "labels": {"like": "ids"}},
-}
+from tests.models.one_body import SPEC, WIDTH, Body, OneBody, assert_capture_equals, batch
 
 
 @lru_cache

@@ -9,27 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.random import fork_rng
 
 from planner import PlanError, plan
-
-SPEC = {
-    "mesh": {"tp": 1},
-    "batch": {"global": 4, "micro": 2},
-    "inputs": {"ids": {"shape": [5], "dtype": "int64", "high": 20}},
-}
+from tests.models.one_body import SPEC, Body, OneBody
 
 
-class Model(nn.Module):
-    def __init__(self, noise: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-        self.generator, self.noise = torch.Generator(), noise
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.noise(self, self.tokens(ids))
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+class Noisy(OneBody):
+    def __init__(self, noise: Body) -> None:
+        super().__init__(noise)
+        self.generator = torch.Generator()
 
 
 def seeded(m: Any, x: Tensor) -> Tensor:
@@ -78,7 +68,7 @@ REFUSED = [seeded, seeded_by_the_generator, seeded_on_the_device, forked, put_ba
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("noise", REFUSED, ids=lambda f: f.__name__)
 def test_noise_that_one_process_repeats_is_refused_at_its_line(noise: Callable[[Any, Tensor], Tensor]) -> None:
-    model, before = Model(noise), torch.get_rng_state()
+    model, before = Noisy(noise), torch.get_rng_state()
     with pytest.raises(PlanError) as error:
         plan(model, SPEC)
     start = noise.__code__.co_firstlineno  # pyright: ignore[reportFunctionMemberAccess]
@@ -90,7 +80,7 @@ def test_noise_that_one_process_repeats_is_refused_at_its_line(noise: Callable[[
 
 
 def test_noise_without_a_seed_is_planned_and_leaves_the_generator_alone() -> None:
-    model = Model(lambda m, x: F.dropout(x) + torch.randn_like(x))
+    model = OneBody(lambda m, x: F.dropout(x) + torch.randn_like(x))
     before, seed = torch.get_rng_state(), torch.initial_seed()
     assert plan(model, SPEC).parameters
     assert torch.equal(torch.get_rng_state(), before)
