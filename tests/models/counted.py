@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.families import IGNORED, Entry
-from tests.models.own import Block, own, stack
+from tests.models.own import with_loss
 from tests.models.own_losses import each_loss
-from tests.tools.limits import HANG_SECONDS
 
 
 def filled_mask(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
@@ -39,23 +37,7 @@ def stacked(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     return torch.stack([row.mean() for row in each_loss(logits, labels)]).mean()
 
 
-def counted(loss: Callable[..., Tensor]) -> Callable[[], Entry]:
-    return lambda: own(lambda: stack(4, Block), loss=loss)
-
-
 MODELS: dict[str, Callable[[], Entry]] = {
-    "counted:" + loss.__name__: counted(loss)
+    "counted:" + loss.__name__: with_loss(loss)
     for loss in (filled_mask, tensor_of_size, loop_over_batch, chunks_of_rows, stacked)
 }
-
-
-def with_no_label(decided: Any, batches: list[dict[str, Tensor]], kept: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients where all sequences but the first ``kept`` have every label ignored."""
-    from runtime import Engine
-
-    batch = {k: v.clone() for k, v in batches[0].items()}
-    batch["labels"] = batch["input_ids"].clone()
-    batch["labels"][kept:] = IGNORED
-    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
-        loss = engine.forward_backward(batch)
-        return loss, dict(engine.gather_gradients())

@@ -12,24 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.families import LENGTH, Entry, tokens
-from tests.models.own_losses import (
-    balanced_loss,
-    by_position_loss,
-    by_sequence_loss,
-    class_weights_loss,
-    entropy_loss,
-    inner_size_loss,
-    item_loss,
-    logsumexp_loss,
-    masked_loss,
-    mean_loss,
-    means_loss,
-    several_losses,
-    spread_loss,
-    sum_by_size_loss,
-    weights_loss,
-    z_loss,
-)
+from tests.models.own_losses import LOSSES, masked_loss, mean_loss
 
 WIDTH, HEADS, SIZE, VOCABULARY = 32, 4, 8, 97
 
@@ -296,6 +279,10 @@ def own(layers: Callable[[], nn.Module], **options: Any) -> Entry:
     return Entry(Model(layers(), **options), tokens(VOCABULARY) | extra, () if extra else ("labels",))
 
 
+def with_loss(loss: Callable[..., Tensor]) -> Callable[[], Entry]:
+    return lambda: own(lambda: stack(4, Block), loss=loss)
+
+
 def gpt(**options: float) -> Entry:
     from examples.gpt import GPT
 
@@ -361,23 +348,9 @@ MODELS: dict[str, Callable[[], Entry]] = {
     "memory": lambda: own(
         lambda: nn.ModuleList([Block(), Block(), *(MatmulAttention(cross=True) for _ in range(3))]), run=with_memory
     ),
-    "logsumexp-loss": lambda: own(lambda: stack(4, Block), loss=logsumexp_loss),
-    "item-loss": lambda: own(lambda: stack(4, Block), loss=item_loss),
-    "weights-loss": lambda: own(lambda: stack(4, Block), loss=weights_loss),
-    "means-loss": lambda: own(lambda: stack(4, Block), loss=means_loss),
-    "sum-by-size-loss": lambda: own(lambda: stack(4, Block), loss=sum_by_size_loss),
-    "inner-size-loss": lambda: own(lambda: stack(4, Block), loss=inner_size_loss),
-    "by-position-loss": lambda: own(lambda: stack(4, Block), loss=by_position_loss),
-    "by-sequence-loss": lambda: own(lambda: stack(4, Block), loss=by_sequence_loss),
-    "class-weights-loss": lambda: own(lambda: stack(4, Block), loss=class_weights_loss),
     "class-weights-buffer": lambda: Entry(ClassWeights(), tokens(VOCABULARY), ("labels",)),
-    "z-loss": lambda: own(lambda: stack(4, Block), loss=z_loss),
-    "entropy-loss": lambda: own(lambda: stack(4, Block), loss=entropy_loss),
-    "balanced-loss": lambda: own(lambda: stack(4, Block), loss=balanced_loss),
-    "spread-loss": lambda: own(lambda: stack(4, Block), loss=spread_loss),
     "penalty-loss": lambda: Entry(Decayed(stack(4, Block)), tokens(VOCABULARY), ("labels",)),
-    "masked-loss": lambda: own(lambda: stack(4, Block), loss=masked_loss),
-    "several-losses": lambda: own(lambda: stack(4, Block), loss=several_losses),
+    **{name: with_loss(loss) for name, loss in LOSSES.items()},
     "frozen": lambda: Entry(Frozen(), tokens(VOCABULARY), ("labels",)),
     "torch-encoder": lambda: Entry(Encoder(), tokens(VOCABULARY), ("labels",)),
 }

@@ -100,3 +100,10 @@ def spread_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     """The standard deviation of the logits over all tokens: means under a root, each with a gradient."""
     rows = logits.flatten(0, 1)
     return mean_loss(logits, labels) + (rows.square().mean(0) - rows.mean(0).square()).clamp(min=1e-6).sqrt().sum()
+
+
+LOSSES = {loss.__name__.replace("_", "-"): loss for loss in (
+    logsumexp_loss, item_loss, weights_loss, means_loss, sum_by_size_loss, inner_size_loss, by_position_loss,
+    by_sequence_loss, class_weights_loss, masked_loss, several_losses, z_loss, entropy_loss, balanced_loss,
+    spread_loss,
+)}  # fmt: skip

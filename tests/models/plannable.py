@@ -115,40 +115,27 @@ def _hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Modul
     return make
 
 
+OF_BERT = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "intermediate_size": 64,
+}
+OF_GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "bos_token_id": 0, "eos_token_id": 0}
+OF_MIXTRAL = {**OF_BERT, "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4}
+
+
 def _llama(key_heads: int) -> Callable[[], nn.Module]:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return _hugging_face(
-        "LlamaForCausalLM", "LlamaConfig", **sizes, num_key_value_heads=key_heads, max_position_embeddings=LENGTH
-    )
+    return _hugging_face("LlamaForCausalLM", "LlamaConfig", **OF_BERT, num_key_value_heads=key_heads)
 
 
 MODELS: dict[str, Entry] = {
     "gpt": Entry(lambda: GPT(VOCABULARY, LENGTH, WIDTH, 4, 4), 4, ("input_ids", "targets")),
-    "gpt2": Entry(
-        _hugging_face(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            n_embd=WIDTH,
-            n_layer=2,
-            n_head=4,
-            n_positions=LENGTH,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    ),
+    "gpt2": Entry(_hugging_face("GPT2LMHeadModel", "GPT2Config", **OF_GPT2)),
     "llama": Entry(_llama(2)),
     "llama, one key head": Entry(_llama(1)),
-    "bert": Entry(
-        _hugging_face(
-            "BertForMaskedLM",
-            "BertConfig",
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            max_position_embeddings=LENGTH,
-        )
-    ),
+    "bert": Entry(_hugging_face("BertForMaskedLM", "BertConfig", **OF_BERT)),
     "fused, one key head": Entry(lambda: Decoder([Sizes(key_heads=1)] * 2)),
     "three heads": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3)] * 2)),
     "three heads by hand": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3, by_hand=True)] * 2)),
@@ -159,20 +146,7 @@ MODELS: dict[str, Entry] = {
     "balance": Entry(lambda: Decoder([Sizes()] * 2, penalty=balance)),
     "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
     "earlier tokens": Entry(lambda: Decoder([Sizes()] * 2, tail=earlier_tokens)),
-    "mixtral": Entry(
-        _hugging_face(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LENGTH,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        )
-    ),
+    "mixtral": Entry(_hugging_face("MixtralForCausalLM", "MixtralConfig", **OF_MIXTRAL, num_experts_per_tok=2)),
     "loop of experts": Entry(lambda: experts.Net(experts.Layer(experts.masks)), 1, vocabulary=experts.VOCABULARY),
     "slots of experts": Entry(lambda: experts.Net(slots.Slots(slots.one_hot)), 1, vocabulary=experts.VOCABULARY),
     "fifteen tokens": Entry(lambda: Decoder([Sizes()] * 2), length=15),

@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from planner import PlanError
-from tests.models import changed_weights, experts, hugging_face, selected_rows, sliced_experts, stacked_experts
+from tests.models import experts, hugging_face, selected_rows, sliced_experts, stacked_experts
 from tests.models.hugging_face import MOE, Member
 from tests.tools.captures import plan_again
 from tests.tools.simulated_mesh import equals_one_process, spec_of
@@ -145,14 +146,38 @@ def test_a_loop_whose_experts_are_put_together_otherwise(way, folding):
 CHANGED = (*LOOPS, *selected_rows.WAYS, *STACKED)
 
 
+class Changed(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.change(weight)
+
+
+def normed(weight: Tensor) -> Tensor:
+    """Each row, or each matrix of a stack, by its own size."""
+    dims = tuple(range(1, weight.dim()))
+    return weight / weight.float().square().sum(dims, keepdim=True).sqrt().to(weight.dtype)
+
+
+def change_weights(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """``model``, with every matrix and stack in it computed from its parameter, but for embeddings."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
+                parametrize.register_parametrization(module, name, Changed(change))
+    return model
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.covering(pairs=1)
-@pytest.mark.parametrize("change", [changed_weights.squashed, changed_weights.normed], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("change", [torch.tanh, normed], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("way", CHANGED, ids=lambda w: w.__name__)
 def test_experts_and_routers_with_computed_weights(way, change):
     """The norm is computed in float32."""
-    near = 1e-10 if change is changed_weights.squashed else 1e-6
-    check(lambda: changed_weights.change_weights(built(partial(layer_of, way)), change), FOLDINGS["ep2·dp2"], near)
+    near = 1e-10 if change is torch.tanh else 1e-6
+    check(lambda: change_weights(built(partial(layer_of, way)), change), FOLDINGS["ep2·dp2"], near)
 
 
 def test_experts_that_overwrite_what_others_made_are_told():

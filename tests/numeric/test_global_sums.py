@@ -11,7 +11,6 @@ import torch
 from planner import Plan
 from runtime.engine.engine import Engine
 from tests.models import families
-from tests.models.counted import with_no_label
 from tests.tools.laboratory import Case, Lab, name_of
 from tests.tools.limits import HANG_SECONDS
 
@@ -36,6 +35,16 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def evaluated(made: Plan, batches: list[Batch]) -> float:
     with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
         return engine.evaluate(batches[0])
+
+
+def with_no_label(decided: Plan, batches: list[Batch], kept: int) -> tuple[float, Batch]:
+    """Loss and gradients where all sequences but the first ``kept`` have every label ignored."""
+    batch = {k: v.clone() for k, v in batches[0].items()}
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][kept:] = families.IGNORED
+    with Engine(decided, timeout_seconds=HANG_SECONDS) as engine:
+        loss = engine.forward_backward(batch)
+        return loss, dict(engine.gather_gradients())
 
 
 @pytest.mark.thorough
