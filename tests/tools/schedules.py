@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from random import Random
 
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from planner.fold import Fold, V, stage_of
 from planner.pipeline.actions import Action, Order, needs
 from planner.pipeline.message_slots import SlotKey, slots_by_kind
 from planner.pipeline.schedule import CUSTOM, FORWARD_ONLY, Schedule, build_schedule
+from planner.pipeline.zero_bubble import StageCosts
 
 
 def schedules() -> st.SearchStrategy[Schedule]:
@@ -18,6 +20,23 @@ def schedules() -> st.SearchStrategy[Schedule]:
     groups = st.tuples(st.just("interleaved_1f1b"), st.integers(2, 4), st.integers(1, 4), st.integers(2, 4))
     interleaved = groups.map(lambda g: (g[0], g[1], g[1] * g[2], g[3]))
     return st.one_of(sizes, interleaved).map(lambda arguments: build_schedule(*arguments))
+
+
+@st.composite
+def costed_pipelines(draw: st.DrawFn, vpp: int) -> tuple[int, int, StageCosts]:
+    """A number of ranks, of microbatches, and what each of the ranks' chunks costs."""
+    pp = draw(st.integers(2, 6))
+    numbers = st.lists(st.integers(0, 12).map(float), min_size=vpp * pp, max_size=vpp * pp)
+    costs = StageCosts(draw(numbers.map(lambda n: [x + 4 for x in n])), draw(numbers), draw(numbers))
+    return pp, draw(st.integers(1, 3 * pp + 1)), costs
+
+
+def held(schedule: Schedule) -> list[int]:
+    """Of each rank the most pairs between their F and their W, or their B where there are no W."""
+    last = "W" if schedule.has_weights else "B"
+    return [
+        max(accumulate((action.kind == "F") - (action.kind == last) for action in order)) for order in schedule.orders
+    ]
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -51,15 +51,16 @@ def layers_of(name: str) -> tuple[ExpertLayer, ...]:
     return found.layers
 
 
-def words(name: str) -> str:
-    layers = layers_of(name)
-    layer = layers[0]
-    lines = [
-        f"{len(layers)} x {layer.num_experts} experts, {layer.top_k} a token, {layer.dispatch}, {layer.capacity}",
-        f"{layer.tokens} -> {layer.logits} -> {' '.join(layer.chosen)}, {' '.join(layer.probs)} -> {layer.combined}",
-    ]
-    for w in layer.weights:
-        lines.append(f"{len(w.nodes)} {list(w.shape)} experts {w.dim} width {w.width}")
+def words(*names: str) -> str:
+    lines: list[str] = []
+    for name in names:
+        layers = layers_of(name)
+        layer = layers[0]
+        sizes = f"{layer.num_experts} experts, {layer.top_k} a token, {layer.dispatch}, {layer.capacity}"
+        lines.append(f"{name}: {len(layers)} x {sizes}")
+        made = f"{' '.join(layer.chosen)}, {' '.join(layer.probs)} -> {layer.combined}"
+        lines.append(f"{layer.tokens} -> {layer.logits} -> {made}")
+        lines += [f"{len(w.nodes)} {list(w.shape)} experts {w.dim} width {w.width}" for w in layer.weights]
     return "\n".join(lines) + "\n"
 
 
@@ -143,36 +144,21 @@ def test_tokens_that_chose_an_expert_change_with_its_weights_and_no_others(name)
 
 def test_golden_of_stacks():
     assert_expected_inline(
-        words("stacked"),
+        words("stacked", "copied", "looked_up", "slots"),
         """\
-1 x 4 experts, 2 a token, every token, weighted, 0
+stacked: 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, scatter -> einsum_2
 1 [4, 8, 12] experts 0 width 2
 1 [4, 12, 8] experts 0 width 1
-""",
-    )
-    assert_expected_inline(
-        words("copied"),
-        """\
-1 x 4 experts, 2 a token, every token, weighted, 0
+copied: 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, sum_1 -> sum_2
 1 [4, 8, 12] experts 0 width 2
 1 [4, 12, 8] experts 0 width 1
-""",
-    )
-    assert_expected_inline(
-        words("looked_up"),
-        """\
-1 x 4 experts, 2 a token, matrices of each token, 0
+looked_up: 1 x 4 experts, 2 a token, matrices of each token, 0
 layer_norm -> linear -> getitem_1, getitem -> sum_1
 1 [4, 8, 12] experts 0 width 2
 1 [4, 12, 8] experts 0 width 1
-""",
-    )
-    assert_expected_inline(
-        words("slots"),
-        """\
-1 x 4 experts, 2 a token, slots of each expert, 3
+slots: 1 x 4 experts, 2 a token, slots of each expert, 3
 layer_norm -> linear -> getitem_1, einsum_2 -> einsum_6
 1 [4, 8, 12] experts 0 width 2
 1 [4, 12, 8] experts 0 width 1
@@ -182,31 +168,21 @@ layer_norm -> linear -> getitem_1, einsum_2 -> einsum_6
 
 def test_golden_of_loops():
     assert_expected_inline(
-        words("masks"),
+        words("masks", "columns", "picked"),
         """\
-1 x 4 experts, 2 a token, every token, weighted, 0
+masks: 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, sum_1 sum_2 sum_3 sum_4 -> add_3
 4 [12, 8] experts -1 width 0
 4 [8, 12] experts -1 width 1
 4 [8] experts -1 width -1
 4 [12] experts -1 width -1
-""",
-    )
-    assert_expected_inline(
-        words("columns"),
-        """\
-1 x 4 experts, 2 a token, every token, weighted, 0
+columns: 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, select select_2 select_4 select_6 -> add_3
 4 [12, 8] experts -1 width 0
 4 [8, 12] experts -1 width 1
 4 [8] experts -1 width -1
 4 [12] experts -1 width -1
-""",
-    )
-    assert_expected_inline(
-        words("picked"),
-        """\
-1 x 4 experts, 2 a token, every token, weighted, 0
+picked: 1 x 4 experts, 2 a token, every token, weighted, 0
 layer_norm -> linear -> getitem_1, getitem -> sum_1
 4 [12, 8] experts -1 width 0
 4 [8, 12] experts -1 width 1
@@ -219,38 +195,23 @@ layer_norm -> linear -> getitem_1, getitem -> sum_1
 @pytest.mark.thorough
 def test_golden_of_families():
     assert_expected_inline(
-        words("mixtral"),
+        words("mixtral", "gpt_oss", "deepseek_v3", "llama4"),
         """\
-2 x 4 experts, 2 a token, tokens sorted by expert, 0
+mixtral: 2 x 4 experts, 2 a token, tokens sorted by expert, 0
 mul_10 -> linear_4 -> getitem_7, div_ -> sum_2
 1 [4, 128, 32] experts 0 width 1
 1 [4, 32, 64] experts 0 width 2
-""",
-    )
-    assert_expected_inline(
-        words("gpt_oss"),
-        """\
-2 x 4 experts, 2 a token, tokens sorted by expert, 0
+gpt_oss: 2 x 4 experts, 2 a token, tokens sorted by expert, 0
 mul_15 -> linear_8 -> getitem_15, softmax_1 -> sum_1
 1 [4, 32, 128] experts 0 width 2
 1 [4, 64, 32] experts 0 width 1
 1 [4, 128] experts 0 width -1
 1 [4, 32] experts 0 width -1
-""",
-    )
-    assert_expected_inline(
-        words("deepseek_v3"),
-        """\
-1 x 4 experts, 2 a token, tokens sorted by expert, 0
+deepseek_v3: 1 x 4 experts, 2 a token, tokens sorted by expert, 0
 mul_35 -> linear_13 -> getitem_23, mul_36 -> sum_3
 1 [4, 64, 32] experts 0 width 1
 1 [4, 32, 32] experts 0 width 2
-""",
-    )
-    assert_expected_inline(
-        words("llama4"),
-        """\
-2 x 4 experts, 1 a token, every token, weighted, 0
+llama4: 2 x 4 experts, 1 a token, every token, weighted, 0
 mul_11 -> linear_4 -> getitem_6, sigmoid -> sum_1
 1 [4, 32, 128] experts 0 width 2
 1 [4, 64, 32] experts 0 width 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ from passes.program.ops.aten import aten, is_random, ops_named, packet_of
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.rules.call import operands_of
+from passes.rules.notation import parse
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 from passes.rules.table import RULES, rule_of
 from passes.rules.trials import TOLERANCES, called, tried
@@ -317,3 +319,30 @@ def test_an_item_of_a_split_has_a_dim_of_its_own() -> None:
     assert rule is not None
     assert rule.sole(RESULT, 0) == Factor(Role.EACH, 4, (Place(0, 0), Place(RESULT, 0)))
     assert rule.sole(RESULT, 1) == Factor(Role.MIX, 3, (Place(RESULT, 1),))
+
+
+# ---- the notation of rules: its errors, and how words become factors
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("b s h, o h", 'has not one "->"'),
+        ("b -> b -> b", 'has not one "->"'),
+        ("b h+ -> b h", '"h+" is summed over and stands in the result'),
+        ("b s h -> b s", '"h" is not in the result: mark it "h+" (summed over) or "h^" (mixed)'),
+        ("b b -> b", '"b" stands twice in "b b"'),
+        ("b h+, h^ -> b", '"h" is marked in two ways'),
+        ("b h* -> b", '"h*" is no word of letters'),
+        ("b h++ -> b", '"h++" is no word of letters'),
+    ],
+)
+def test_a_text_that_does_not_parse_names_the_word(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        parse(text)
+
+
+def test_a_mark_holds_for_every_place_of_its_word() -> None:
+    pattern = parse("... i+, o i -> ... o")
+    assert pattern.roles == {"i": Role.SUM, "o": Role.EACH}
+    assert pattern.operands == (("...", "i"), ("o", "i"))

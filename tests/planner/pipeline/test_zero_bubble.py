@@ -6,7 +6,6 @@ import random
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from planner.pipeline.actions import Action, too_early, without_weights
@@ -18,7 +17,7 @@ from planner.pipeline.simulate import format_schedule, parse_order, parse_schedu
 from planner.pipeline.zero_bubble import StageCosts
 from planner.report.schedule import schedule_text, schedule_to_dict
 from tests.tools.examples import examples
-from tests.tools.schedules import forward_only, graph_slots
+from tests.tools.schedules import costed_pipelines, forward_only, graph_slots, held
 
 pytestmark = pytest.mark.check
 
@@ -29,19 +28,6 @@ def idle(schedule: Schedule, costs: StageCosts) -> float:
     whole = [b + w for b, w in zip(backward, weights, strict=True)]
     run = simulate(schedule, costs if schedule.has_weights else costs._replace(backward=whole))
     return run.duration - schedule.num_microbatches * max(f + b for f, b in zip(forward, whole, strict=True))
-
-
-def held(schedule: Schedule) -> list[int]:
-    """Of each rank the most pairs between their F and their W, or their B where there are no W."""
-    last = "W" if schedule.has_weights else "B"
-    found = []
-    for order in schedule.orders:
-        now = most = 0
-        for action in order:
-            now += (action.kind == "F") - (action.kind == last)
-            most = max(most, now)
-        found.append(most)
-    return found
 
 
 def test_on_equal_stages_it_waits_a_third_of_1f1b():
@@ -72,16 +58,8 @@ def test_equal_stages_wait_as_long_as_in_the_paper(pp, costs):
     assert idle(schedule, given) == pytest.approx((pp - 1) * (forward + backward - weights), abs=1e-4)
 
 
-@st.composite
-def pipelines(draw) -> tuple[int, int, StageCosts]:
-    pp = draw(st.integers(2, 6))
-    numbers = st.lists(st.integers(0, 12).map(float), min_size=pp, max_size=pp)
-    costs = StageCosts(draw(numbers.map(lambda n: [x + 4 for x in n])), draw(numbers), draw(numbers))
-    return pp, draw(st.integers(1, 3 * pp + 1)), costs
-
-
 @examples(120)
-@given(pipelines())
+@given(costed_pipelines(1))
 def test_by_any_costs_it_ends_holds_what_1f1b_holds_and_waits_no_longer(pipeline):
     pp, num_microbatches, costs = pipeline
     schedule, one = (build_schedule(k, pp, num_microbatches, costs=costs) for k in ("zero_bubble", "1f1b"))

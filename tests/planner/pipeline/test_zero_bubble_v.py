@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from planner.fold import V, rank_of
@@ -14,23 +13,11 @@ from planner.pipeline.schedule import CUSTOM, Schedule, build_schedule
 from planner.pipeline.simulate import format_schedule, parse_schedule, simulate
 from planner.pipeline.zero_bubble import StageCosts
 from tests.tools.examples import examples
-from tests.tools.schedules import forward_only
+from tests.tools.schedules import costed_pipelines, forward_only, held
 
 pytestmark = pytest.mark.check
 
 KIND = "zero_bubble_v"
-
-
-def held(schedule: Schedule) -> list[int]:
-    """Of each rank the most pairs of microbatch and chunk between their F and their W."""
-    found = []
-    for order in schedule.orders:
-        now = most = 0
-        for action in order:
-            now += (action.kind == "F") - (action.kind == "W")
-            most = max(most, now)
-        found.append(most)
-    return found
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
@@ -58,16 +45,8 @@ def test_orders_of_two_ranks() -> None:
     ]
 
 
-@st.composite
-def pipelines(draw: st.DrawFn) -> tuple[int, int, StageCosts]:
-    pp = draw(st.integers(2, 6))
-    numbers = st.lists(st.integers(0, 12).map(float), min_size=2 * pp, max_size=2 * pp)
-    costs = StageCosts(draw(numbers.map(lambda n: [x + 4 for x in n])), draw(numbers), draw(numbers))
-    return pp, draw(st.integers(1, 3 * pp + 1)), costs
-
-
 @examples(80)
-@given(pipelines())
+@given(costed_pipelines(2))
 def test_by_any_costs_it_ends_and_holds_no_more(pipeline: tuple[int, int, StageCosts]) -> None:
     pp, count, costs = pipeline
     schedule = build_schedule(KIND, pp, count, 2, costs=costs)

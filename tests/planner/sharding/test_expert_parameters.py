@@ -26,7 +26,7 @@ from planner.sharding.boxes import Part
 from planner.sharding.parameters import ParameterPlan, local_parameter, parameters_of_rank
 from planner.sharding.shards import Shards, decide_shards
 from planner.spec.spec import Spec
-from tests.models import experts, hugging_face
+from tests.models import experts, hugging_face, plannable
 from tests.tools.captures import plan_again
 
 LAYOUTS = [
@@ -237,3 +237,17 @@ def test_a_row_of_experts_is_checked(changes, what):
     assert row.local_shape == (4, 5, 2)
     with pytest.raises(PlanError, match=what):
         replace(row, **changes)
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_experts_that_train_on_one_ep_rank_alone_exchange_what_the_others_do(etp: int) -> None:
+    """A row is of all ranks of a stage."""
+    spec = plannable.spec_of("loop of experts", mesh={"dp": 4, "ep": 2, "etp": etp})
+    rows = []
+    for frozen in (False, True):
+        model = plannable.build("loop of experts")
+        for parameter in model.get_submodule("layer.experts.3").parameters():
+            parameter.requires_grad_(not frozen)
+        made = plan_again(model, spec)
+        rows.append([row for row in made.collectives if row.per == "microbatch"])
+    assert rows[0] == rows[1]

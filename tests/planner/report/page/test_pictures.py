@@ -23,6 +23,7 @@ from planner.report.page.engine import DARK, FILLS, LIGHT, LINES, ON_FILL, SURFA
 from planner.report.page.plan_page import MEMORY_PARTS, link_of, memory_bars, plan_page, timeline, traffic_bars
 from planner.report.shapes import LENGTH, bars_of
 from planner.tables.tables import StagePlan
+from tests.planner.report.test_timeline import contrast
 
 # ---- bars
 
@@ -134,17 +135,6 @@ def test_gradients_of_weights_are_drawn_as_actions_of_their_own(moe_plan: Plan, 
 
 
 TEMPLATES = [Path(package.__path__[0]) / "templates" for package in (planner.report.page, runtime.report.runs)]
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
