@@ -74,10 +74,7 @@ CASES = {
     "cp2 dp2, all forwards twice": ("balance", {"mesh": {"cp": 2, "dp": 2}, "recompute": "full"}),
     "tp4": ("gpt", {"mesh": {"tp": 4}}),
     "cp2 dp2": ("gpt", {"mesh": {"cp": 2, "dp": 2}}),
-    "cp2 tp2, one key head, zero 0": (
-        "llama, one key head",
-        {"mesh": {"cp": 2, "tp": 2}, "optimizer": {"zero": 0}},
-    ),
+    "cp2 tp2, one key head, zero 0": ("llama, one key head", {"mesh": {"cp": 2, "tp": 2}, "optimizer": {"zero": 0}}),
     "cp2 pp2, bfloat16": ("bert", {"mesh": {"cp": 2, "pp": 2}, "precision": {"parameters": "bfloat16"}}),
     "cp2 pp2, one key head, recompute": ("llama, one key head", {"mesh": {"cp": 2, "pp": 2}, "recompute": "full"}),
     "cp2 tp2, shifts and sums of whole sequences": ("earlier tokens", {"mesh": {"cp": 2, "tp": 2}}),
@@ -132,11 +129,7 @@ CASES = {
     ),
     "pp2 dp2, buckets, gradients of weights wait": (
         "bert",
-        {
-            "mesh": {"pp": 2, "dp": 2},
-            "pipeline": {"schedule": "zero_bubble"},
-            "optimizer": {"bucket_size": 5000},
-        },
+        {"mesh": {"pp": 2, "dp": 2}, "pipeline": {"schedule": "zero_bubble"}, "optimizer": {"bucket_size": 5000}},
     ),
     "tp2 pp2 vpp2": ("gpt", {"mesh": {"tp": 2, "pp": 2, "vpp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}}),
     "tp2 dp2, zero 2": ("gpt", {"mesh": {"tp": 2, "dp": 2}, "optimizer": {"zero": 2}}),
@@ -170,10 +163,7 @@ CASES = {
             "precision": {"parameters": "bfloat16"},
         },
     ),
-    "cp2 dp2, zero 3, all forwards twice": (
-        "balance",
-        {"mesh": {"cp": 2, "dp": 2}, "optimizer": {"zero": 3}},
-    ),
+    "cp2 dp2, zero 3, all forwards twice": ("balance", {"mesh": {"cp": 2, "dp": 2}, "optimizer": {"zero": 3}}),
     "dp4, zero 3, shards within two": ("gpt2", {"mesh": {"dp": 4}, "optimizer": {"zero": 3, "shard_group": 2}}),
     "cp2 dp2, zero 1, shards within two": (
         "llama",

@@ -173,10 +173,7 @@ def tracker(source: str) -> dict[str, Any]:
     """What its file has for generators, and nothing else of it."""
     tree = ast.parse(source)
     tree.body = [ast.parse("from __future__ import annotations").body[0], *filter(_is_of_tracker, tree.body)]
-    names: dict[str, Any] = {
-        "contextmanager": contextmanager,
-        "graph_safe_rng_available": lambda: True,
-    }
+    names: dict[str, Any] = {"contextmanager": contextmanager, "graph_safe_rng_available": lambda: True}
     exec(compile(tree, "distributed.py", "exec"), names)
     return {name: names[name] for name in TRACKER}
 

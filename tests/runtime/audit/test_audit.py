@@ -219,11 +219,7 @@ def _roll(module: Any, args: Any, kwargs: dict[str, Tensor]) -> tuple[Any, dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "local"),
-    [
-        ("gpt2", {"tp": 2, "pp": 2}, False),
-        ("gpt2", {"pp": 2, "dp": 2}, True),
-        ("llama", {"tp": 2, "cp": 2}, False),
-    ],
+    [("gpt2", {"tp": 2, "pp": 2}, False), ("gpt2", {"pp": 2, "dp": 2}, True), ("llama", {"tp": 2, "cp": 2}, False)],
     ids=["tp2-pp2", "pp2-dp2-local", "tp2-cp2"],
 )
 def test_all_ranks_stop_at_the_audit_that_differs_and_train_as_without_it(lab, model, mesh, local):

@@ -263,11 +263,7 @@ def test_a_rank_that_dies_in_a_save_ends_all_and_the_save_before_stays(lab: Lab,
 
 
 TIMEOUT_SECONDS, WRITE_SECONDS = 12.0, 14.0
-SPEC = {
-    "mesh": {"tp": 2},
-    "batch": {"global": 2, "micro": 2},
-    "inputs": {"ids": {"shape": [3], "dtype": "int64"}},
-}
+SPEC = {"mesh": {"tp": 2}, "batch": {"global": 2, "micro": 2}, "inputs": {"ids": {"shape": [3], "dtype": "int64"}}}
 
 
 def save_slowly(source: str, target: str, disk_is_full: bool) -> str:

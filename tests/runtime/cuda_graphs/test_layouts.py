@@ -16,16 +16,7 @@ from runtime.cuda_graphs.full_iteration import FullIteration
 from runtime.optimizer.buffers import GradientBuffers
 from runtime.optimizer.slots import all_gather
 from tests.tools.captures import plan_again
-from tests.tools.graphed_runs import (
-    SCOPES,
-    STEPS,
-    Trained,
-    differ,
-    differences,
-    on_ranks,
-    train_on,
-    trained,
-)
+from tests.tools.graphed_runs import SCOPES, STEPS, Trained, differ, differences, on_ranks, train_on, trained
 from tests.tools.laboratory import Case, Lab
 from tests.tools.limits import HANG_SECONDS
 

@@ -22,13 +22,7 @@ from planner.pipeline.message_slots import order_by_microbatch
 from planner.pipeline.schedule import Action, Order, build_schedule
 from planner.pipeline.simulate import parse_order
 from runtime.cuda_graphs import te_arguments
-from runtime.cuda_graphs.te_arguments import (
-    GraphArguments,
-    check_autocast,
-    numbered,
-    sample_index,
-    signed_order,
-)
+from runtime.cuda_graphs.te_arguments import GraphArguments, check_autocast, numbered, sample_index, signed_order
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
 from tests.tools.paths import ORACLES
 from tests.tools.region_stages import program_of

@@ -16,10 +16,7 @@ from tests.tools.commands import python
 
 ENVIRONMENTS = {
     "alone": ({}, Launched(None, 1)),
-    "torchrun": (
-        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-        Launched(5, 8, 1, 4),
-    ),
+    "torchrun": ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Launched(5, 8, 1, 4)),
     "srun": ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, Launched(5, 8, 1)),
     "a batch script of Slurm, one process": (
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},

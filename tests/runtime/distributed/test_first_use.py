@@ -21,15 +21,7 @@ from runtime.distributed import opening
 from runtime.distributed.default_group import World
 from runtime.distributed.groups import Groups
 from runtime.distributed.meeting import Rendezvous
-from runtime.distributed.opening import (
-    LINK_CTAS,
-    _fill,
-    communicators,
-    make,
-    open_groups,
-    options_of,
-    use_in_turn,
-)
+from runtime.distributed.opening import LINK_CTAS, _fill, communicators, make, open_groups, options_of, use_in_turn
 from tests.tools.laboratory import Case, session_lab
 from tests.tools.limits import HANG_SECONDS
 from tests.tools.nccl_rules import NcclRules, Outcome, run_ranks
@@ -97,14 +89,7 @@ def test_the_list_has_every_group_of_the_mesh_with_the_sender_of_a_link_first():
     mesh = Mesh(tp=2, pp=2, dp=2)
     found = communicators(mesh, [(0, 1)])
     names = [name for name, _ in found]
-    assert names == [
-        "world",
-        *["tp"] * 4,
-        *["dp"] * 4,
-        *[(0, 1)] * 4,
-        *[(0, 1, "F")] * 4,
-        *[(1, 0, "B")] * 4,
-    ]
+    assert names == ["world", *["tp"] * 4, *["dp"] * 4, *[(0, 1)] * 4, *[(0, 1, "F")] * 4, *[(1, 0, "B")] * 4]
     assert [members for name, members in found if name == (0, 1, "F")] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert [members for name, members in found if name == (1, 0, "B")] == [(4, 0), (5, 1), (6, 2), (7, 3)]
 

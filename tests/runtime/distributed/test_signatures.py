@@ -72,12 +72,7 @@ def test_ranks_of_one_secret_meet():
 
 
 @pytest.mark.parametrize(
-    ("odd", "of_rank_0", "of_rank_2"),
-    [
-        (NONE, NOT_SIGNED, NO_SECRET),
-        (OTHER, WRONG, WRONG),
-    ],
-    ids=["none", "another"],
+    ("odd", "of_rank_0", "of_rank_2"), [(NONE, NOT_SIGNED, NO_SECRET), (OTHER, WRONG, WRONG)], ids=["none", "another"]
 )
 def test_a_rank_without_the_secret_is_named_on_all(odd, of_rank_0, of_rank_2):
     heard = meet_with(OURS, OURS, odd)

@@ -184,11 +184,7 @@ def whole_gradient(on: str, name: str, step: int) -> Tensor:
             continue
         part = part_of(local, mesh, place)
         stack = local.expert is not None and local.expert.dim >= 0
-        at = (
-            place[local.reduced_over],
-            None if is_alike(local) else place[local.axis],
-            place["ep"] if stack else None,
-        )
+        at = (place[local.reduced_over], None if is_alike(local) else place[local.axis], place["ep"] if stack else None)
         if at in seen:
             continue
         seen.add(at)

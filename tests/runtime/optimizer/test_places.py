@@ -210,9 +210,7 @@ def counted(host: Any, layout: dict[str, Any]) -> Any:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_the_plan_are_the_exchanges_of_a_step_and_each_matrix_is_one_ranks(
-    layout: str,
-) -> None:
+def test_rows_of_the_plan_are_the_exchanges_of_a_step_and_each_matrix_is_one_ranks(layout: str) -> None:
     rows, of_weights, ranks = session_lab().call(counted, LAYOUTS[layout])
     calls = [seen for seen, _ in ranks]
     assert len({tuple(axis for _, axis in seen) for seen in calls}) == 1

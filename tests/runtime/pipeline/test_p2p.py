@@ -83,12 +83,7 @@ SCHEDULES: dict[int, list[tuple[str, int, int, int | None]]] = {  # pp: (kind, m
         ("interleaved_1f1b", 15, 3, 9),
         ("interleaved_1f1b", 24, 3, 24),
     ],
-    4: [
-        ("gpipe", 9, 1, None),
-        ("1f1b", 9, 1, None),
-        ("interleaved_1f1b", 24, 2, 12),
-        ("interleaved_1f1b", 20, 3, 20),
-    ],
+    4: [("gpipe", 9, 1, None), ("1f1b", 9, 1, None), ("interleaved_1f1b", 24, 2, 12), ("interleaved_1f1b", 20, 3, 20)],
 }
 
 

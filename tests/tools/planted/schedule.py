@@ -150,10 +150,7 @@ FAULTS = {
         BatchLayout, "first_microbatch", lambda whole: property(lambda self: 0), seed=112
     ),
     "dropout: a seed shared by steps": Fault(
-        Engine,
-        "_step",
-        lambda whole: lambda self, *given: replace(whole(self, *given), index=0),
-        seed=63,
+        Engine, "_step", lambda whole: lambda self, *given: replace(whole(self, *given), index=0), seed=63
     ),
     "dropout: a seed shared by tp ranks": Fault(
         dropout, "_held", lambda whole: lambda placement, tp, rank: whole(placement, tp, 0), seed=63

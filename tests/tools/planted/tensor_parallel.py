@@ -94,10 +94,7 @@ FAULTS = {
         collectives, "Way", changes.way_of("gather", back=changes.elsewhere), seed=554
     ),
     "collect: the gradient of another part": Fault(
-        collectives,
-        "Way",
-        changes.way_of("collect", back=_of_flipped),
-        seed=157,
+        collectives, "Way", changes.way_of("collect", back=_of_flipped), seed=157
     ),
     "scatter: reduce-scatter left out": Fault(
         collectives, "Way", changes.way_of("scatter", there=changes.left_out(changes.own_part)), seed=86
