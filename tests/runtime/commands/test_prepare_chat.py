@@ -88,20 +88,8 @@ def test_it_shows_the_parts_that_are_labels(model: Path, tmp_path: Path) -> None
 def test_prompts_and_answers_need_no_template(tmp_path: Path) -> None:
     model = chat_directory(tmp_path / "model", None, "gpt2")
     rows = written(tmp_path / "c.jsonl", {"q": "the cat", "a": " sat"}, {"q": "2+2=", "a": "4"})
-    base = [
-        rows,
-        "-o",
-        tmp_path / "out",
-        "--tokenizer",
-        model,
-        "--prompt",
-        "q",
-        "--answer",
-        "a",
-        "--show",
-        "2",
-        "--json",
-    ]
+    base = [rows, "-o", tmp_path / "out", "--tokenizer", model, "--prompt", "q", "--answer", "a"]
+    base += ["--show", "2", "--json"]
     found = [json.loads(line) for line in prepare(*base).output.splitlines()]
     assert [each["supervised"] for each in found] == [[" sat<|endoftext|>"], ["4<|endoftext|>"]]
     assert found[1]["text"] == "2+2=4<|endoftext|>"
