@@ -191,15 +191,13 @@ class _Search:
         members = {c for group in by_kind.values() if len(group) > 1 and _follow(group, reach) for c in group}
         for container, listed in by_container.items():
             if container != parent.path:
-                if members.intersection(listed) or self._is_list(listed, reach, least):
+                # calls of different kinds follow each other; a single one must hold no blocks
+                is_list = _follow(listed, reach) if len(listed) > 1 else not self.below(listed[0], least)
+                if is_list or members.intersection(listed):
                     members.update(listed)
             else:
                 members.update(_between(listed, members))
         return members
-
-    def _is_list(self, calls: list[Group], reach: dict[Group, int], least: int) -> bool:
-        """Whether calls of different kinds under one container follow each other; a single one must hold no blocks."""
-        return _follow(calls, reach) if len(calls) > 1 else not self.below(calls[0], least)
 
 
 def _call_tree(flops_of: Mapping[fx.Node, int]) -> Group:

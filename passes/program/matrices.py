@@ -182,13 +182,10 @@ def _cuts(users: list[fx.Node], rows: Tensor) -> Iterator[tuple[fx.Node, Tensor]
 def _heads(part: fx.Node, rows: Tensor) -> list[Tensor]:
     """The rows of each head, if attention reads the part as heads, such as [b, h, s, d]; else those of the part."""
     by_dim = _each_once(rows)
-    is_read = any(_is_of_heads(node) for node in walk([part], readers, stop=_is_product))
+    beyond = [node for node in walk([part], readers, stop=_is_product) if not _is_of_weight(node)]
+    # a product of two activations is half of an attention
+    is_read = any(node.target in groups.ATTENTION or node.target in groups.PRODUCTS for node in beyond)
     return list(by_dim.flatten(0, -2)) if by_dim.dim() > 1 and is_read else [by_dim.flatten()]
-
-
-def _is_of_heads(node: fx.Node) -> bool:
-    """Attention, or a product of two activations, which is half of one."""
-    return node.target in groups.ATTENTION or (node.target in groups.PRODUCTS and not _is_of_weight(node))
 
 
 def _distinct(rows: Tensor) -> Tensor:

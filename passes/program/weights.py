@@ -52,12 +52,8 @@ def matrices_read(call: fx.Node) -> list[fx.Node]:
 def _least_dims(node: fx.Node, found: dict[str, float]) -> float:
     if is_parameter(node):
         return node.meta["val"].dim()
-    if node.op != "call_function" or not node.all_input_nodes:
-        return _KNOWN if _is_known(node) else _NO_WEIGHT
-    return min(found[n.name] for n in node.all_input_nodes)
-
-
-def _is_known(node: fx.Node) -> bool:
-    """Whether it is a buffer or a constant of floats, or a call that fills a tensor with some."""
-    is_filled = node.op == "call_function" and not is_random(node)
-    return (is_filled or bool(node.meta.get("known"))) and all(x.dtype.is_floating_point for x in tensors_of(node))
+    if node.op == "call_function" and node.all_input_nodes:
+        return min(found[n.name] for n in node.all_input_nodes)
+    # a buffer or a constant of floats, or a call that fills a tensor with some
+    is_known = bool(node.meta.get("known")) or (node.op == "call_function" and not is_random(node))
+    return _KNOWN if is_known and all(x.dtype.is_floating_point for x in tensors_of(node)) else _NO_WEIGHT

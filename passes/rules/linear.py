@@ -38,14 +38,6 @@ def factors(call: Call) -> Sets:
     return tuple(frozenset({i}) for i in range(len(call.operands)))
 
 
-def product_without_bias(call: Call) -> Sets:
-    return factors(call) if len(call.operands) == 2 else ()
-
-
-def dividend(call: Call) -> Sets:
-    return factors(call)[:1] if call.given.get("rounding_mode") is None else ()
-
-
 def cast(call: Call) -> Sets:
     """Not of floats to integers, which are rounded, and to bools."""
     before, after = (next(tensors_of(n)).dtype for n in (call.operands[0], call.node))
@@ -77,9 +69,9 @@ def zero_padded(call: Call) -> Sets:
 LINEAR: dict[Any, Callable[[Call], Sets]] = (
     packets("add sub subtract rsub", sums)
     | packets("mul multiply", factors)
-    | packets("div divide true_divide", dividend)
+    | packets("div divide true_divide", lambda call: () if call.given.get("rounding_mode") else factors(call)[:1])
     | packets("mm bmm matmul mv dot einsum", factors)
-    | packets("linear", product_without_bias)
+    | packets("linear", lambda call: factors(call) if len(call.operands) == 2 else ())  # without a bias
     | packets("_grouped_mm", lambda call: factors(call)[:2])
     | packets("where", masked)
     | packets("to _to_copy", cast)

@@ -66,7 +66,8 @@ def rule(op: str, text: str, *, flops: Flops | None = None, example: Sequence[An
     Raises PlanError, at the line of the caller, if the text cannot be read, does not fit the op, or is not true of the
     example. The latest rule of an op holds.
     """
-    where = _line_of_caller()
+    caller = sys._getframe(1)
+    where = Where(file=caller.f_code.co_filename, line=caller.f_lineno)
     target = _registered(op, where)
     try:
         pattern = parse(text)
@@ -94,11 +95,6 @@ def flops_of_pattern(pattern: Pattern) -> Flops | None:
 
 
 # ---- checks
-
-
-def _line_of_caller() -> Where:
-    frame = sys._getframe(2)
-    return Where(file=frame.f_code.co_filename, line=frame.f_lineno)
 
 
 def _registered(op: str, where: Where) -> Any:

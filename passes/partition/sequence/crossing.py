@@ -173,7 +173,10 @@ class _Crossing:
 
     def _may_mask(self, node: fx.Node, rows: list[Rows], is_sum: bool) -> bool:
         """Whether an operand that no token reaches could blank rows that are not at home, or a part of a sum."""
-        is_told = any(n not in self.states and not _is_of_parameters(n) for n in node.all_input_nodes)
+        others = [n for n in node.all_input_nodes if n not in self.states]
+        made = [n for other in others for n in (ancestors([other]) if is_weight(other) else ())]
+        # a weight that known values change may be a mask
+        is_told = not all(map(is_weight, others)) or not all(n.all_input_nodes or is_parameter(n) for n in made)
         is_chosen = self.runs.repeats and node.target in CHOICES  # by masks of documents, before a sum
         return is_told and (is_sum or is_chosen or not all(self._is_at_home(s.run[2], s.homes) for s in rows))
 
@@ -274,8 +277,3 @@ def _inside(program: Program, layer: ExpertLayer) -> set[fx.Node]:
     combined, chosen = program.node(layer.combined), {program.node(name) for name in layer.chosen}
     above = ancestors([combined])
     return set(walk(chosen, readers, into=lambda n: n in above)) - chosen - {combined}
-
-
-def _is_of_parameters(node: fx.Node) -> bool:
-    """Whether it is a weight that no known values change: those may be a mask."""
-    return is_weight(node) and all(n.all_input_nodes or is_parameter(n) for n in ancestors([node]))

@@ -134,14 +134,10 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
     else:
         _check_sums(node, types)
         settle_whole(node, types)
-        if types.begun:
-            _check_tokens(node, types)
-
-
-def _check_tokens(node: fx.Node, types: Types) -> None:
-    """Check that a product of a weight takes the rows that a sequence was taken from: others are no tokens."""
-    if node in types.recut and node.target in PRODUCTS and any(map(is_weight, node.all_input_nodes)):
-        raise reads_whole(node, node.all_input_nodes[0])
+        # a product of a weight takes the rows that a sequence was taken from: others are no tokens
+        is_of_weight = node.target in PRODUCTS and any(map(is_weight, node.all_input_nodes))
+        if types.begun and node in types.recut and is_of_weight:
+            raise reads_whole(node, node.all_input_nodes[0])
 
 
 def _check_sums(node: fx.Node, types: Types) -> None:
@@ -171,17 +167,13 @@ def _chosen(node: fx.Node, types: Types) -> Option:
         costs = [_cost(node, n, types, t) for n, t in zip(site.inputs, option.args, strict=True)]
         given = [c for c in costs if c is not None]
         is_here = types.cuts_again or not option.out.has_whole_segment
-        if len(given) == len(costs) and is_here and _keeps_a_cut(site, types, option):
+        # nothing is cut, or made partial, that was not before: it would only be work for two ranks
+        kept = [t.kind in "VP" and types.of(n) == t for n, t in zip(site.inputs, option.args, strict=True)]
+        if len(given) == len(costs) and is_here and (option.form is Form.WHOLE or any(kept)):
             found.append((sum(given), {"V": 0, "P": 1}.get(option.out.kind, 2), option))
     if not found:
         raise no_typing(node)
     return min(found, key=lambda item: item[:2])[2]
-
-
-def _keeps_a_cut(site: Site, types: Types, option: Option) -> bool:
-    """Nothing is cut, or made partial, that was not before: it would only be work for two ranks."""
-    pairs = zip(site.inputs, option.args, strict=True)
-    return option.form is Form.WHOLE or any(t.kind in "VP" and types.of(n) == t for n, t in pairs)
 
 
 def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> float | None:

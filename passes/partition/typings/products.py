@@ -132,11 +132,6 @@ def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
     return sorted(plain | {c for c in asked if all(site.divides(n) for n in c.sizes)})
 
 
-def of_own_keys(site: Site) -> Iterator[Option]:
-    """(q, k, v, mask, cp, ..)."""
-    yield from (option for option in attention(site) if option.form is Form.PARTS)
-
-
 # ---- the covered ops, and the forms that rules may give beside whole and partial
 
 COVERS = (
@@ -153,5 +148,5 @@ COVERS = (
         "_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats",
     ),
     Covers(attention, "scaled_dot_product_attention", (causal_attention,), {Form.PARTS, Form.SHARED_KEYS}),
-    Covers(of_own_keys, targets=(gathered_attention,)),
+    Covers(lambda site: (o for o in attention(site) if o.form is Form.PARTS), targets=(gathered_attention,)),
 )

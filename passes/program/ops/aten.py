@@ -34,13 +34,9 @@ def arguments(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str
 
 def named(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
     """All arguments of a call by their name in the schema, defaults included."""
-    return defaults_of(node.target) | arguments(node, args, kwargs)
-
-
-def defaults_of(target: Any) -> dict[str, Any]:
-    """The defaults of the arguments of an op."""
-    schema = getattr(target, "_schema", None)
-    return {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema is not None else {}
+    schema = getattr(node.target, "_schema", None)
+    held = [a for a in schema.arguments if a.has_default_value()] if schema is not None else []
+    return {a.name: a.default_value for a in held} | arguments(node, args, kwargs)
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
@@ -220,12 +216,9 @@ def is_random(node: fx.Node) -> bool:
     """Whether two calls may give different values."""
     if node.target is causal_attention:
         return bool(node.kwargs.get("dropout_p"))
-    return draws(node.target) and not _is_dropless_attention(node)
-
-
-def _is_dropless_attention(node: fx.Node) -> bool:
-    """Attention is tagged random for its dropout, which is mostly 0."""
-    return packet_of(node.target) is aten.scaled_dot_product_attention and not arguments(node).get("dropout_p")
+    if packet_of(node.target) is aten.scaled_dot_product_attention:  # tagged for its dropout, which is mostly 0
+        return bool(arguments(node).get("dropout_p"))
+    return draws(node.target)
 
 
 def is_mutable(target: Any) -> bool:
