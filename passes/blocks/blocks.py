@@ -183,16 +183,11 @@ class _Choice:
         if sum(self.structure.flops[node] for node in shared) < _CALLS_SHARE * work:
             return True
         after = self._crossing(self.repetition, self.replaced)
-        if len(shared) < _CALLS_SHARE * len(self.inside) or self._are_coarse:
+        # whether the calls contain several blocks of some size each
+        are_coarse = len(self.repetition) >= 2 * len(self.touching) and all(g.num_products > 1 for g in self.repetition)
+        if len(shared) < _CALLS_SHARE * len(self.inside) or are_coarse:
             return len(self.touching) == 1 or after <= _TOLERANCE * self._before
         return len(self.touching) > 1 and _TOLERANCE * after < self._before
-
-    @property
-    def _are_coarse(self) -> bool:
-        """Whether the calls contain several blocks of some size each."""
-        return len(self.repetition) >= 2 * len(self.touching) and all(
-            group.num_products > 1 for group in self.repetition
-        )
 
     @property
     def _before(self) -> float:

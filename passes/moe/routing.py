@@ -162,7 +162,7 @@ class Routing:
         ):
             self._asked.add(node)
             below |= {node} if any(x in below for x in node.all_input_nodes) else set()
-        step = lambda n: n.all_input_nodes if _computes(n, below) else ()  # noqa: E731
+        step = lambda n: n.all_input_nodes if _is_computed(n, below) else ()  # noqa: E731
         return in_order(nodes, given=self.chosen, step=step), below
 
     @cached_property
@@ -200,16 +200,14 @@ def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...],
     return [[drawn(*kind, of) for kind in chosen] for of in (*[size] * (TRIALS - 1), max(size // 2, 1))]
 
 
-def _computes(node: fx.Node, below: set[fx.Node]) -> bool:
-    """Whether a value is to be computed: it depends on the choices, is made of numbers alone, or is another in a shape
+def _is_computed(node: fx.Node, below: set[fx.Node]) -> bool:
+    """Whether a call is to be run: its value depends on the choices, is made of numbers alone, or is another in a shape
     of its own."""
+    if node.op != "call_function":
+        return False
     if node in below or not node.all_input_nodes or node.target in FILLED or node.target in RESHAPES:
         return True
     return not node.meta["grad"] and is_made_of(node, ())
-
-
-def _is_computed(node: fx.Node, below: set[fx.Node]) -> bool:
-    return node.op == "call_function" and _computes(node, below)
 
 
 def _fillings(shape: tuple[int, ...], size: int, slots: int, num_rows: int) -> Iterator[tuple[int, tuple[int, ...]]]:
