@@ -57,11 +57,7 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
     """Replace dropout, and attention with dropout, by calls that name their stream."""
     graph = stage.graph
     cp = context.axes.get("cp")
-    captured = context.lowering.program.graph.graph
-    rows = captured.find_nodes(op="call_function", target=local_rows) if cp is not None else ()
-    # the values made of ``local_rows``, up to the collectives; all others are the same on every rank of cp
-    below = walk(rows, readers, into=lambda n: n.op == "call_function" and n.target not in WHOLE_AGAIN)
-    own = {node.name for node in below}
+    own = names_of_own_tokens(context.lowering.program) if cp is not None else frozenset()
     for node in list(graph.nodes):
         if not is_draw(node):
             continue
@@ -94,6 +90,13 @@ def is_draw(node: fx.Node) -> bool:
     if node.target in ops.OWN_ATTENTION:
         return bool(node.kwargs.get("dropout_p"))
     return node.target in OF_ROWS or is_random(node)
+
+
+def names_of_own_tokens(program: Program) -> frozenset[str]:
+    """The values made of ``local_rows``, up to the collectives; all others are the same on every rank of cp."""
+    own = program.graph.graph.find_nodes(op="call_function", target=local_rows)
+    found = walk(own, readers, into=lambda n: n.op == "call_function" and n.target not in WHOLE_AGAIN)
+    return frozenset(node.name for node in found)
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:
