@@ -1,13 +1,17 @@
-"""A loss over the logits of a model, DPO with its reference and distillation equal one process on every axis."""
+"""A loss over the logits of a model, DPO, distillation and losses between blocks equal one process on every axis."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from planner.frozen_plan import Plan
+from planner import Plan
 from tests.models.families import build
+from tests.models.further_tokens import IGNORED, VOCABULARY, FurtherTokens
 from tests.models.preferences import MODELS
 from tests.tools.captures import plan_again
 from tests.tools.laboratory import Case, Lab
@@ -76,3 +80,36 @@ def test_stages_are_balanced_by_forward_and_backward_and_a_frozen_model_has_no_b
     """Two trained blocks with three times the work of two others."""
     made = planned("dpo-joined", {"pp": 2})
     assert [len(stage.blocks) for stage in made.stages] == [1, 3]
+
+
+# ---- losses between blocks, of further tokens: they equal one process over cp and tp, whatever blocks are recomputed
+
+
+SEQUENCE_PARALLEL = {"sequence_parallel": True, "vocabulary_multiple": 8}
+CP2_TP2 = {"cp": 2, "tp": 2}
+CASES: dict[str, tuple[dict[str, int], Any]] = {
+    "cp2 tp2, none": (CP2_TP2, "none"),
+    "cp2 tp2, full": (CP2_TP2, "full"),
+    "cp2 tp2, all but the first": (CP2_TP2, {"*": "full", "*0": "none"}),
+    "cp2 tp2, selective": (CP2_TP2, "selective"),
+    "tp2 dp2, full": ({"tp": 2, "dp": 2}, "full"),
+}
+QUICK = ("cp2 tp2, full", True)
+REST = [case for case in product(CASES, (False, True)) if case != QUICK]
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(VOCABULARY, (4, 8), generator=generator) for _ in range(2))
+    return {"ids": ids, "labels": labels.masked_fill(labels % 5 == 0, IGNORED)}
+
+
+@pytest.mark.parametrize(
+    ("name", "own_heads"), [QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in REST)]
+)
+def test_losses_between_blocks_of_further_tokens_equal_one_process(name: str, own_heads: bool):
+    mesh, recompute = CASES[name]
+    options = {"recompute": recompute, "tensor_parallel": SEQUENCE_PARALLEL}
+    make = lambda: FurtherTokens(own_heads=own_heads)  # noqa: E731
+    ran = equals_one_process(make, batch(), mesh, each=(1e-9, 1e-12), **options)
+    assert bool(ran.plan.recompute) == (recompute != "none")
