@@ -132,6 +132,11 @@ def test_the_schema_at_a_glance():
         "required": ["mesh", "batch"],
         "additionalProperties": False,
     }
+    sections = (
+        "Audit Batch CudaGraphs Data Experts Group Initialization Input LearningRate Mask Mesh Optimizer Pipeline "
+        "Precision TensorParallel"
+    )
+    assert sorted(SCHEMA["$defs"]) == [f"{name}Spec" for name in sections.split()]
 
 
 def test_a_key_tells_its_type_range_default_and_meaning():
