@@ -33,10 +33,10 @@ def build(name: str) -> Model:
 
 
 def batch() -> dict[str, Tensor]:
-    """Each sequence has another number of selected rows."""
+    """Each sequence has another number of selected rows. The labels of the others are no classes."""
     drawn = torch.Generator().manual_seed(4)
     ids, labels = (torch.randint(VOCABULARY, (ROWS, LENGTH), generator=drawn) for _ in range(2))
-    return {"ids": ids, "labels": labels}
+    return {"ids": ids, "labels": torch.where(labels < CLASSES, labels, 10_000)}
 
 
 def _focal(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -55,7 +55,20 @@ def _of_both(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 
 def _computed(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     sure = z.detach().softmax(-1).amax(-1) < 0.1
-    return F.cross_entropy(z[sure], y[sure])
+    return F.cross_entropy(z[sure], y[sure] % CLASSES)
+
+
+def _adaptive(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """Classes in two clusters, each with numbers of its own."""
+    z, y = z.flatten(0, 1), y.clamp(max=CLASSES - 1).flatten()
+    out = torch.zeros_like(z[:, 0])
+    for first, end in ((0, 5), (5, CLASSES)):
+        at = ((y >= first) & (y < end)).nonzero().squeeze(-1)
+        if at.numel() == 0:
+            continue
+        log_p = z.index_select(0, at)[:, first:end].log_softmax(-1)
+        out.index_copy_(0, at, -log_p.gather(1, y.index_select(0, at)[:, None] - first).squeeze(1))
+    return out.mean()
 
 
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
@@ -70,6 +83,11 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "log-likelihood": lambda m, z, y, mask: F.nll_loss(z[mask].log_softmax(-1), y[mask]),
     "probabilities": lambda m, z, y, mask: F.cross_entropy(z[mask], F.one_hot(y[mask], VOCABULARY) * 0.9 + 0.1 / 24),
     "gathered": lambda m, z, y, mask: -z[mask].log_softmax(-1).gather(-1, y[mask][:, None]).squeeze(-1).mean(),
+    "scattered": lambda m, z, y, mask: F.mse_loss(z[mask], torch.zeros_like(z[mask]).scatter(1, y[mask][:, None], 1.0)),
+    "classes weighted": lambda m, z, y, mask: (z[mask].logsumexp(-1) * m.balance[y[mask]]).mean(),
+    "embedded": lambda m, z, y, mask: F.mse_loss(z[mask][:, :WIDTH], m.tokens(y[mask])),
+    "margins": lambda m, z, y, mask: F.multi_margin_loss(z[mask], y[mask]),
+    "clusters": _adaptive,
     "positions": _by_positions,
     "both sides": _of_both,
     "z": lambda m, z, y, mask: z[mask].logsumexp(-1).square().mean(),

@@ -23,7 +23,7 @@ from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import LOOKUPS
 from passes.program.program import Assumption
 from planner.capture.data_dependence import calls_in, tensors
-from planner.capture.selection.space import SINGULAR, Space, endangered
+from planner.capture.selection.space import SINGULAR, Space, endangered, naming_places
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,12 @@ class Writer:
     def kept_regular(
         self, space: Space, call: fx.Node, dense: Mapping[fx.Node, tuple[fx.Node, int]]
     ) -> dict[fx.Node, fx.Node]:
-        """The operands of a singular call with unselected rows replaced. ``dense``: all rows of each, and their dim."""
-        risky = endangered(call) if packet_of(call.target) in SINGULAR else []
-        return {n: self.only_selected(space, *dense[n], 1) for n in dict.fromkeys(risky) if n in dense}
+        """The operands of a call with unselected rows replaced: by 1 if it is singular, by 0 in integers that name
+        places. ``dense``: all rows of each, and their dim.
+        """
+        others = dict.fromkeys(endangered(call), 1) if packet_of(call.target) in SINGULAR else {}
+        others |= dict.fromkeys(naming_places(call), 0)
+        return {n: self.only_selected(space, *dense[n], other) for n, other in others.items() if n in dense}
 
     def kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
         """float16 has so little range that an unselected row may overflow."""

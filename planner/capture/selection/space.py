@@ -10,6 +10,10 @@ A row that is not selected is computed too, and its result is discarded. If it w
 would be 0 · inf. So an op that may be singular reads 1 there, unless its operand is known to be positive:
 
     y / z, log(z), rsqrt(z)   →   … where(selected, z, 1) …         but rsqrt(mean(x²) + eps) stays
+
+Its integers may name no place either, as labels of -100 that a mask leaves out: such an operand is 0 there.
+
+    w[labels], gather(labels), one_hot(labels)   →   … where(selected, labels, 0) …
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from math import prod
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from passes.program.ops.aten import aten, draws, is_pointwise, is_random, named, packet_of, shape_of
-from passes.program.ops.groups import ANDS, DIVISIONS, LAID_OUT, MOVED, PERMUTES, RESHAPES, Ops
+from passes.program.ops.groups import ANDS, DIVISIONS, LAID_OUT, MOVED, MOVES, PERMUTES, RESHAPES, Ops
 from passes.program.walks import in_order
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Role
@@ -260,6 +265,19 @@ def endangered(call: fx.Node) -> list[fx.Node]:
     first: Any = call.args[0]
     overflows = packet in (aten.exp, aten.exp2, aten.expm1, aten.sinh, aten.cosh)
     return [] if not overflows and _is_positive(first) else [first]
+
+
+def naming_places(call: fx.Node) -> list[fx.Node]:
+    """The operands of integers that a call neither moves nor computes with one by one: ids, classes, indices."""
+    if is_pointwise(call.target) or call.target in MOVES:
+        return []
+    return [n for n in call.all_input_nodes if is_integer(n.meta["val"])]
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a tensor of integers; bools are none."""
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.bool
+    return not (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex)
 
 
 def _is_positive(node: Any) -> bool:

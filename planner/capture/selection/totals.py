@@ -16,12 +16,13 @@ from math import prod
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from passes.program.ops.aten import aten, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
 from planner.capture.selection.places import COUNT, Rows, Writer, row_dim
-from planner.capture.selection.space import Space, is_known
+from planner.capture.selection.space import Space, is_integer, is_known
 
 NONE, MEAN = 0, 1  # values of ``reduction``
 
@@ -92,9 +93,10 @@ class Totals:
         if space is None or not is_known(call):
             return None
         rows = {name: env[n].node for name, n in given.items() if isinstance(n, fx.Node) and isinstance(env[n], Rows)}
-        # a row that is not selected is 1 everywhere: each loss has a derivative there, of a probability or a distance
-        floats = [name for name, x in rows.items() if x.meta["val"].is_floating_point()]
-        rows |= {name: self._write.only_selected(space, rows[name], 0, 1) for name in floats}
+        # an unselected row is 1, a class 0: each loss has a derivative there, of a probability or a distance
+        numbers = [(name, x.meta["val"]) for name, x in rows.items() if x.meta["val"].dtype != torch.bool]
+        kept = {name: 0 if is_integer(value) else 1 for name, value in numbers}
+        rows |= {name: self._write.only_selected(space, rows[name], 0, other) for name, other in kept.items()}
         each = self._called(call, env, {**rows, "reduction": NONE})
         if shape_of(each)[:1] != (space.num,):
             return None
