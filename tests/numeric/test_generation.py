@@ -48,6 +48,7 @@ def expected(model: str) -> list[list[int]]:
     return own
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.covering(pairs=2)

@@ -67,6 +67,7 @@ def test_attention_with_dropout_has_no_kernel_of_the_spec_as_nobody_asks_torch_a
     assert all("kernel" not in str(n.args) + str(n.kwargs) for n in nodes_of(plan))
 
 
+@pytest.mark.thorough
 def test_torch_is_asked_about_the_parts_of_each_rank() -> None:
     plan, batch = planned(**CUDNN)
     (length,) = {x.shape[1] for x in batch.values()}

@@ -31,6 +31,7 @@ def alone(entry: families.Entry, batch: dict[str, Tensor]) -> float:
         return entry.loss(entry.model(**batch)).item()
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "gpt"])
 def test_any_number_of_sequences_has_the_loss_of_one_process(name: str) -> None:

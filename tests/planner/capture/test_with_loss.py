@@ -121,6 +121,7 @@ def test_an_error_in_the_loss_names_the_line_of_its_file(written: Path) -> None:
     assert "own_loss.py:2, `return outputs[0].view(7, 9).sum()`" in str(error.value)
 
 
+@pytest.mark.thorough
 def test_an_op_of_the_loss_that_cannot_be_planned_names_its_line(written: Path) -> None:
     body = "    x = outputs[0]; return (x.mT @ x.new_ones(x.shape[1], x.shape[1])).square().sum()\n"  # mixes tokens
     (written / "own_loss.py").write_text(f"def loss(outputs, batch):\n{body}")

@@ -122,6 +122,7 @@ def test_equal_blocks_are_one_object() -> None:
     assert units[1] is units[3]
 
 
+@pytest.mark.thorough
 @examples(150)
 @given(
     st.sampled_from([(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)]),

@@ -262,6 +262,7 @@ def test_labels_are_read_by_the_last_stage_alone() -> None:
     assert stages_of(program, 3).parameter_stages["labels"] == (2,)
 
 
+@pytest.mark.thorough
 def test_a_position_bias_is_recomputed_and_its_parameter_is_on_every_stage_of_its_side() -> None:
     program = hugging_face("t5")
     stages = stages_of(program, 6)
@@ -270,6 +271,7 @@ def test_a_position_bias_is_recomputed_and_its_parameter_is_on_every_stage_of_it
     assert stage_of_parameter(program, stages, name.format("decoder")) == (3, 4, 5)
 
 
+@pytest.mark.thorough
 def test_recomputed_values_are_never_random() -> None:
     for family in ("gpt2", "bert", "t5"):
         program = hugging_face(family)

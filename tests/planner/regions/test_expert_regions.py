@@ -166,6 +166,7 @@ def test_experts_whose_sizes_are_fixed_are_captured_whole(way):
         assert {layer.logits, *layer.products, layer.combined} <= region.nodes
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_rows_sorted_by_expert_are_not_of_a_fixed_number(name):

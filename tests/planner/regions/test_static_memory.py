@@ -45,6 +45,7 @@ def test_bytes_are_those_of_the_regions_for_each_slot_and_all_stand_in_the_memor
         assert memory.graph_buffers == total > 0
 
 
+@pytest.mark.thorough
 def test_the_slot_of_each_microbatch_is_the_one_that_the_run_takes():
     made = planned("llama", ["attn"], microbatches=16, **INTERLEAVED)
     for row in made.graph_slots:

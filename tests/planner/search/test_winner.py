@@ -93,6 +93,7 @@ def test_the_winner_is_the_same_however_many_are_shown():
     assert [len(result.best) for result in results] == [1, 3, 12]
 
 
+@pytest.mark.thorough
 def test_a_loss_that_fills_a_stage_has_one_in_the_search_as_in_the_plan():
     member = hugging_face.ZOO["gpt2"]
     model = hugging_face.made(replace(member, sizes=member.sizes | {"n_layer": 6, "vocab_size": 4096}))

@@ -81,6 +81,7 @@ def counted(decisions: Decisions) -> Counter[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)))
 def test_every_element_is_counted_once_for_every_folding(layout):

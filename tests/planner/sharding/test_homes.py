@@ -77,6 +77,7 @@ def test_work_is_even_over_the_ranks() -> None:
         assert max(loads.values()) * found.num_ranks <= 1.1 * loads.total()
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bucket", [None, 2000])
 @pytest.mark.parametrize("mesh", ["dp4", "tp2·dp3", "ep2·dp2·tp2"])

@@ -84,6 +84,7 @@ def decay_notes(**optimizer) -> list[str]:
     return [row.what for row in made.diagnostics if row.where == "optimizer.no_decay"]
 
 
+@pytest.mark.thorough
 def test_a_plan_says_once_that_norms_and_biases_are_decayed():
     (note,) = decay_notes()
     assert note.startswith("norms and biases are decayed: ")

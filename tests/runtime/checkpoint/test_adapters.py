@@ -193,6 +193,7 @@ def changed_to_patterns(saved: Path) -> Path:
     return changed(saved, directory, **patterns)
 
 
+@pytest.mark.thorough
 def test_a_directory_without_adapters_is_refused(tmp_path: Path) -> None:
     assert "adapter_config.json" in refusal("lora", lambda engine: engine.load_adapters(tmp_path))
 

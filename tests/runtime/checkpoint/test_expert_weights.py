@@ -122,6 +122,7 @@ def found(
     return session_lab().call(on_ranks, directory, chosen(request, "case"))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_names_values_and_files_are_those_of_one_process_and_an_update_changes_every_expert(

@@ -149,6 +149,7 @@ def test_the_ranks_of_a_plan_read_their_parts(family, layout, tmp_path):
     assert_ranks_read_their_parts(planned(tmp_path, layout), tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_plan_on_disk_converts_without_the_model(tmp_path):
     saved("mixtral", tmp_path)
     planned(tmp_path, "ep 2, tp 2").save(tmp_path / "plan.pt")

@@ -157,6 +157,7 @@ def test_it_runs_each_forward_on_the_inputs_that_lie_at_its_place(te_source, tmp
 # ---- what the plan says of it
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize(

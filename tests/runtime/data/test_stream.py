@@ -243,6 +243,7 @@ def job_in(folder: Path, function: str = "numbers", mesh: dict[str, int] | None 
     return replace(job, **more)
 
 
+@pytest.mark.thorough
 def test_its_end_ends_the_training_and_a_resume_goes_on_bitwise(tmp_path: Path) -> None:
     whole = run_rank(job_in(tmp_path)).rows
     assert len(whole) == 3  # of 13 samples, three steps of four

@@ -156,6 +156,7 @@ def use_on_gloo(sizes: dict, tied: list[tuple[int, ...]]) -> tuple[str, int, int
     return backend, len(over_links), arrived
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_first_use_and_links_on_gloo():
     found = Ranks(4, "processes").run(use_on_gloo, {"pp": 2, "vpp": 2, "dp": 2}, [(0, 3)])

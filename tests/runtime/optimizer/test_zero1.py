@@ -82,7 +82,7 @@ def name_of(case):
     return f"{parameters}-{gradients}-dp{dp}-zero{zero}-{alignment}-{bucket_size or 'one'}"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ranks.CASES, ids=name_of)
 def test_every_rank_equals_one_process(results, case):

@@ -111,7 +111,7 @@ def assert_each_is_alone(make: Callable[[], nn.Module], ran: Ran, batch: dict[st
         torch.testing.assert_close(ran.gradients[name], parameter.grad, rtol=tolerance, atol=tolerance / 10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", KEPT)

@@ -39,7 +39,7 @@ def rows(program: Program) -> list[int]:
     return [shape_of(n)[0] * shape_of(n)[1] for n in products if len(shape_of(n)) == 3]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_one_process(name: str, cp: int) -> None:
@@ -92,6 +92,7 @@ JOINED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", JOINED)
 def test_a_few_rows_joined_to_a_sequence_are_whole_beside_a_part_of_it(name: str) -> None:
     program, *_ = captured(build(name))
@@ -103,6 +104,7 @@ def test_in_bfloat16_it_rounds_no_more_than_one_process() -> None:
     close_in_half(lambda: build("5 tokens and an image").model, [batch], {"cp": 2}, torch.bfloat16, torch.float64)
 
 
+@pytest.mark.thorough
 def test_text_that_is_more_than_half_of_the_patches_is_refused() -> None:
     program, *_ = captured(joint(9))
     with pytest.raises(PlanError, match="a sequence of 9 tokens is not divisible"):

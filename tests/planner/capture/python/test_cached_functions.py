@@ -67,7 +67,7 @@ KEPT: dict[str, Body] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*KEPT, "attribute"])
 def test_a_kept_table_is_captured_and_the_model_runs_as_before(name: str) -> None:
     model = OwnTable() if name == "attribute" else OneBody(KEPT[name])

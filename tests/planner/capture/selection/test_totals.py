@@ -16,7 +16,7 @@ from tests.tools.simulated_mesh import equals_one_process
 MESHES = [{"tp": 2, "dp": 2}, {"cp": 2}]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=["tp2·dp2", "cp2"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_over_a_layout_a_loss_of_selected_rows_is_that_of_one_process(name: str, mesh: dict[str, int]) -> None:

@@ -60,6 +60,7 @@ def test_memory_has_every_category_of_every_pp_rank_and_the_limit_where_it_matte
     assert len(bar.segments) == sum(getattr(large, part) > 0 for part in MEMORY_PARTS)
 
 
+@pytest.mark.thorough
 def test_bytes_of_an_axis_are_those_of_the_rows_times_the_microbatches(moe_plan: Plan):
     bars = traffic_bars(moe_plan, None)
     assert bars is not None

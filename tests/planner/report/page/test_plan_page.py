@@ -86,6 +86,7 @@ def test_ids_are_unique_and_every_reference_to_one_is_met(moe_page: Element):
     assert wanted - {"data:,"} <= set(ids)
 
 
+@pytest.mark.thorough
 def test_the_page_names_nothing_outside_of_itself(moe_text: str, moe_page: Element):
     assert set(re.findall(r"https?://[^\s\"'<]+", moe_text)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\((?!#)", moe_text)
