@@ -6,8 +6,6 @@ Importing this package loads neither torch nor anything else: each name is impor
 checkers read __init__.pyi.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 __version__ = "0.2.0"

@@ -1,7 +1,5 @@
 """The command ``meshwright``, also ``python -m meshwright``. It first looks for foreign packages with names of ours."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -5,8 +5,6 @@ import fails with an error that names nothing useful. ``refuse_shadows`` runs wh
 stands in the one package whose name is unlikely to be anyone else's.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

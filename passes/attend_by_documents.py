@@ -9,8 +9,6 @@ A mask that pointwise ops make of smaller values becomes a graph of its own, whi
 Needs:   ops of this rank's sizes (passes.localize), and exchanges over cp (passes.exchanges).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

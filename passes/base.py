@@ -12,8 +12,6 @@ order, the received boundary values (``receives``), the batch tensors it reads (
 to give them, and last the loss if the stage computes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ The runner (passes.lower.run_passes) calls them; the one that tries ops on meta 
 is called for a thorough lowering only. A violation is a bug of ours, never of the user's model.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

@@ -24,8 +24,6 @@ Needs:   ops of this rank's sizes (passes.localize), and ``meta["placement"]`` o
 Leaves:  no op that draws from the default generator.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible b
   fix: choose tp from {1, 3, 11, 33}, or set tensor_parallel.overrides: {"blocks.*.mlp.up": replicate}
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -27,8 +27,6 @@ Needs:   rows typed R before they are sent, P when they come back; a program ove
 Leaves:  no call of passes.moe.exchange except the counting of choices, nor of passes.program.ops.sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -20,8 +20,6 @@ Leaves:  every read of a sharded weight has its unit among those of the last ``n
          read of a gathered parameter comes after the wait for its bucket.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

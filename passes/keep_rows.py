@@ -10,8 +10,6 @@ Needs:   a localised graph (passes.localize), and ``context.one_row``.
 Leaves:  (cut_to_row) the results of the stage are those of one position; it has no loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

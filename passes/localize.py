@@ -17,8 +17,6 @@ Leaves:  ``meta["placement"]`` of every node, every reader gets the type that it
          that this rank holds of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -15,8 +15,6 @@ Leaves:  collectives are those of the plan, and of scores or next tokens (tests/
          op that only the loss reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any

@@ -13,8 +13,6 @@ A stage's attributes are parameters and buffers (on meta, filled by the runtime)
 its nodes is the name in the captured graph. Its arguments and results: passes.base.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field

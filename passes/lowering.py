@@ -3,8 +3,6 @@
 A key of the spec that changes how passes lower is one field of ``Options``, which the pass reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -16,8 +16,6 @@ Needs:   biases given back to their products.
 Leaves:  no product of a value with a real parameter that ATen computes.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from typing import Any

@@ -7,8 +7,6 @@ embedding   several stages hold the parameter (a tied weight)
 counted     of equal copies, over tp or etp or over stages, the first alone counts in the gradient norm
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

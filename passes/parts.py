@@ -12,8 +12,6 @@ Needs:   a finished graph, its nodes with ``meta["origin"]``, its collectives wi
 Leaves:  one call for each captured region and piece of the stage; everything else in its old order.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

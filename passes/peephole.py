@@ -11,8 +11,6 @@ Needs:   a localised graph.
 Leaves:  no device but the rank's, and no op without readers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ A change of type runs in the region of its readers if they are all in one, else 
 gather before a region belongs to it, and the smaller part crosses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar

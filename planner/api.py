@@ -3,8 +3,6 @@
 capture() does the first step alone, once for the plans of several specs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping

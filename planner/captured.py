@@ -6,8 +6,6 @@
 A capture depends on the inputs of one microbatch, on ``loss`` and ``precision.parameters``: no other key of the spec.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

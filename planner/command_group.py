@@ -1,7 +1,5 @@
 """How typer runs our commands: bad input is one message, flags take no value, ``plan`` stands first in the help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EDQUOT, EFBIG, EIO, EMFILE, ENFILE, ENOENT, ENOSPC, EROFS

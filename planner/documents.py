@@ -3,8 +3,6 @@
 Checked on the program of a short sequence with two documents (passes.partition.sequence.crossing).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 

@@ -9,8 +9,6 @@ stage and the last are on rank 0: it runs both embedding and loss. (The v: Qi et
 Controllable Memory", section 4.)
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 Fold = Literal["loop", "v"]

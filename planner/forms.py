@@ -8,8 +8,6 @@ A model gets the left form. Everything else has rows: a batch is in rows from it
 makes the left form from them, with the value of an input in place of the input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Lower a plan for one rank: captured graph → this rank's stage modules, by the passes of passes/lower.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod

@@ -3,8 +3,6 @@
 The directory of a file comes first on the import path, so that the file may import its neighbours.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -6,8 +6,6 @@ beside a thread that reads frames every half a millisecond). Garbage collection 
 of the time of a plan.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -6,8 +6,6 @@ capturing the model: 8.4 s
 In a terminal the first line counts: capturing the model: 1200 ops …   loading weights: 12.3 GB, 1.9 GB/s …
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

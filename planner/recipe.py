@@ -4,8 +4,6 @@ opened       the sequence cut over cp, the layers of experts opened for ep and e
 decide_cut   types over tp, stages, and all else that the passes read
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from passes.blocks.blocks import Blocks, find_blocks

@@ -1,7 +1,5 @@
 """The command ``meshwright``: the planner's commands, and those of runtime/commands."""
 
-from __future__ import annotations
-
 import sys
 from io import TextIOWrapper
 

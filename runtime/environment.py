@@ -1,7 +1,5 @@
 """Environment for a bug report: versions, devices, back ends, compilers, settings. No host name, no path."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -10,8 +10,6 @@ class Saving:
 def train_command(model: Model, saving: Saving) -> None: ...        meshwright train MODEL --save DIR --keep 4 -q
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields

@@ -7,8 +7,6 @@ The file lies in a directory of mode 0700, for the time of the launch. If the pl
 a function of the user's own, for example), each rank plans by itself, and one line says why.
 """
 
-from __future__ import annotations
-
 import multiprocessing.util
 import os
 import socket

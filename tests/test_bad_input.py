@@ -1,7 +1,5 @@
 """Bad input ends with one error: what, where and how to fix it; exit code 2, no traceback, no rank left over."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Figures of benchmarks: runs that are predicted, categories of ops, and pictures of traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

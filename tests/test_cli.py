@@ -1,7 +1,5 @@
 """The command line: good commands print, bad input ends with one message on stderr, exit code 2 and no traceback."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """What the documents say of the code is so: the tree of folders, the recipe, the passes, the layers, and every path."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

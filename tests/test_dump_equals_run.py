@@ -1,7 +1,5 @@
 """What the plan lists is what runs: the torch.distributed calls of a step, counted on real processes, are its rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, NamedTuple
 

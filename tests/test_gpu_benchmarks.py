@@ -1,7 +1,5 @@
 """The parts of benchmarks/gpu.py: their arithmetic, and every line of them that a CPU can run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from math import inf, nan

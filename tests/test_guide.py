@@ -1,7 +1,5 @@
 """Every command of the guide runs as it stands there, and prints what stands there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

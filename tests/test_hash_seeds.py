@@ -1,7 +1,5 @@
 """Plans, lowered code and searches do not depend on how Python hashes strings, nor on where objects lie in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Imports point one way, public names are looked up when read, and a directory that hides a package is named."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

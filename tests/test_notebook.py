@@ -5,8 +5,6 @@
 The file is JSON: https://nbformat.readthedocs.io/en/latest/format_description.html.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

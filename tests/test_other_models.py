@@ -1,7 +1,5 @@
 """The catalogue of other people's models is well formed without their packages, and our own models go through."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

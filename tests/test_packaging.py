@@ -1,7 +1,5 @@
 """The wheel and the source archive hold all that a user needs; an editor finds our types; a shell completes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The README and the pages that continue it run as shown: Python, spec, plan, commands, attributes of the engine."""
 
-from __future__ import annotations
-
 import re
 from functools import reduce
 from typing import Any

@@ -4,8 +4,6 @@ The keys are those of the models (and so of specs/reference.yaml). One that is n
 could pass here, and one without a case fails the first test.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

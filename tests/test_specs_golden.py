@@ -1,8 +1,6 @@
 """Each example spec with a model of its sizes: the whole plan as text. Accept a change that is meant by
 EXPECTTEST_ACCEPT=1, and read the difference."""
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib

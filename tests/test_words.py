@@ -1,7 +1,5 @@
 """tests/tools/words.py: which strings of a file are messages, and which phrases it finds in them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tools.words import (

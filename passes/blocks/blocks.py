@@ -9,8 +9,6 @@ There are two sources, and each part of the model takes the better one:
 Calls are taken if they hold nearly all of the repetition and no more bytes cross the cuts between them.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -10,8 +10,6 @@ would move a tensor and its gradient for every microbatch, while the gradients o
 summed once a step. A value of both (an embedded token) is sent.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 

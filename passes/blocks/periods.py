@@ -11,8 +11,6 @@ Of periods that cover the same work the one with the cleanest cuts is taken, the
 layers). Candidates are the distances between equal windows of 1, 2, 4, 8, … letters, so the search is O(n log n).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ of n is sharded like any other. Only branches with small weights of their own ar
 held in full on every rank, while the matrices can be sharded one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ layer, and bags of embeddings of one length (others, which data may give, stay o
     embedding_bag(W, ids [b·l], arange(0, b·l, l))                the sum, mean or maximum over l of W[ids [b, l]]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

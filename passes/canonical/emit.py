@@ -4,8 +4,6 @@ A rewrite is a function ``(emit, node, args, kwargs) -> value``: ``node`` is the
 are its arguments in the graph under construction, and ``emit(target, args, kwargs, val)`` adds one call for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

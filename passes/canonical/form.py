@@ -11,8 +11,6 @@ Leaves:  one flat graph of functional ops with the tuple of the requested tensor
          ``meta["val"]`` and ``meta["grad"]``; nothing dead.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

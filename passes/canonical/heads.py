@@ -8,8 +8,6 @@ stacked, those of one shape together: a rank holds a part of each, and one excha
 heads. Branches without a product of two activations are left as they are: their weights are cut one by one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

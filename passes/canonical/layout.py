@@ -14,8 +14,6 @@ select_scatter, copy                 → the same, or the source itself
 repeat                               → a new dim, expanded, merged
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

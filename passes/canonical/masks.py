@@ -11,8 +11,6 @@ A comparison of a column of numbers with a row of them, in order, allows a run i
 complements of runs at an end are runs again. Vectors are computed; all other values are unknown.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

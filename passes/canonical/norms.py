@@ -10,8 +10,6 @@ the model multiplies by it. On a CPU ops and bits are the same; a GPU has one ke
 seven and some twenty, which sums in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

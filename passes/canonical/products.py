@@ -7,8 +7,6 @@ nll_loss(log_softmax(x), t)          → cross_entropy_loss(x, t)
 −log_softmax(x).gather(−1, t)        → cross_entropy_loss(x, t), unreduced
 """
 
-from __future__ import annotations
-
 from string import ascii_letters
 from typing import Any
 

@@ -8,8 +8,6 @@ Within a run of such calls, calls of one line are ordered by their first reader,
 keeps its traced order. Names follow: the first ``mul`` of a run has its lowest number.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence

@@ -7,8 +7,6 @@ So no gradient is planned, and nothing is kept, for calls that none flows throug
 values depend on some that have one.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

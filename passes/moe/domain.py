@@ -1,7 +1,5 @@
 """Marks of values in the experts' domain, in ``node.meta["domain"]``: which axis types them, which dims are cut."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

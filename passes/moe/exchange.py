@@ -25,8 +25,6 @@ values there are typed over etp, dims of experts are sharded over ep, and the nu
 number of slots does not.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

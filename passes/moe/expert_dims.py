@@ -16,8 +16,6 @@ Such a buffer, through views, is multiplied with stacks in products that keep on
 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property

@@ -11,8 +11,6 @@ A step does not update weights of experts that no token of the global batch chos
 With stacks, and without the question, one process has a gradient of zeros there, and updates by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum

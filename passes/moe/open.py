@@ -8,8 +8,6 @@ Each way to combine tokens and experts has its opening, which puts the exchange 
 calls that depend on the expert. Run in one process, an opened graph computes what the captured one does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import fx

@@ -14,8 +14,6 @@ The stack is sharded over ep. The factors are views of weights that every rank h
 slices of them, and its gradient of such a weight is that of these slices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property

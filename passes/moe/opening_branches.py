@@ -13,8 +13,6 @@ stacks are known:
     w1[e], w1.unbind(0)[e]                        a slice w1[e:e + 1] of the rank's own
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain

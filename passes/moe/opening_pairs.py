@@ -7,8 +7,6 @@ Either is rewritten for the pairs of a token and an expert that it chose, sorted
 products of stacks as grouped products, between ``dispatch`` and ``give_back`` (passes/moe/exchange.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import prod
 

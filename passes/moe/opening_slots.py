@@ -10,8 +10,6 @@ treat experts and slots as batch dims.
     limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain

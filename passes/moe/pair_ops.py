@@ -7,8 +7,6 @@ A pair is a token and an expert that it chose; of pairs that no token chose noth
     y.split(w, -1), y.reshape(…)     →  the same on the dims that are left
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any

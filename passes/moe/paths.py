@@ -6,8 +6,6 @@ column   h[.., e, w] = x[.., d] W[e, d, w]      the first: makes an expert's own
 row      y[.., d]    = h[.., e, w] W[e, w, d]   the last: sums over them
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 

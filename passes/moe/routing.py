@@ -4,8 +4,6 @@ A model may sort, count and mask in any way; only the results matter: that rows 
 expert's rows, and the tokens that an expert's gate lets through.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from operator import getitem

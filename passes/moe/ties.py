@@ -4,8 +4,6 @@ A dim of a view of a weight, or of a lookup in one, is traced to the parameter (
 part of a value is a single index of a dim, by slice, or as one of the parts of a split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem

@@ -5,8 +5,6 @@ attend to all tokens before them, without a mask of s × s; if no kernel takes t
 rank's chunks is plain attention with a mask of its rows and the keys that they may see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ All-gathers and reduce-scatters go straight from and to the memory of their part
 A run of the full tensor holds the ranks' runs behind each other, so nothing is copied on either side.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

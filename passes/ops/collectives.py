@@ -19,8 +19,6 @@ Every call is counted on the axis handle, so that a run can be held against the 
 planning, have a shape and nothing to exchange.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@
 A rank holds two chunks of a sequence (passes.partition.sequence.facts); gathered tokens have its order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -10,8 +10,6 @@ Every microbatch computes the same value of the totals and takes its share of it
 of all n, so the gradient of one share is n times the gradient of its own microbatch's part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -15,8 +15,6 @@ sequence 0 | sequence 1                  rows of all sequences, one after the ot
 a a a b b  | c c c c d                   segments: rows 0 3 5 9 10, and as many keys
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial

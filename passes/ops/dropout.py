@@ -13,8 +13,6 @@ so the bits are those of unsigned arithmetic, on a CPU and on a GPU alike.
 In bfloat16 the factor of p = 0.1 is 1.109375 for 1.1111: multiplied into the mask, it makes every output 0.16 % small.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ The backward of each part with the merged y and lse is its addend to the gradien
 al. 2023, ring attention).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

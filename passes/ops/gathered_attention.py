@@ -14,8 +14,6 @@ dtype. Without a kernel that returns log-sum-exps, the backward recomputes atten
     gb = aᵀ @ g        rearranged back, and reduce-scattered
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 

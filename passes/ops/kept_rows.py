@@ -8,8 +8,6 @@
 A dim may hold several sequences behind each other, and several elements of each position.
 """
 
-from __future__ import annotations
-
 import torch
 
 from passes.ops.random_state import RandomState

@@ -24,8 +24,6 @@ Gradients of weights that are put aside gather the part when they are computed. 
 own gradient does not need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ that have the maximum. The backward exchanges nothing: each rank computes the gr
 [micro, v] all columns are gathered. Padding columns take no part.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ call multiplies all experts, one call makes that gradient too, which is then add
 the dtype of the rows, and cannot add. It does not wait for a W of the schedule.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -13,8 +13,6 @@ Sums of a norm are of type P and read as R, so their gradients are summed over r
 x is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

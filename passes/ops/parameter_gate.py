@@ -4,8 +4,6 @@ zero 1     wait(buffer, bucket)      the gather of an update ends
 zero 3     need(units, ahead)        weights of these buckets become whole, those of ``ahead`` behind the computing
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

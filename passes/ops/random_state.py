@@ -11,8 +11,6 @@ place itself. Step and microbatch on the device are written before each replay, 
 neither.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

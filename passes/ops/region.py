@@ -2,8 +2,6 @@
 compiled function can.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

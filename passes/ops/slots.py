@@ -6,8 +6,6 @@ and back: reduce-scatter, all-to-all, the share at its place. c = ceil(C / tp): 
 last slot fill up, and their results are dropped, so their gradient is zero.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

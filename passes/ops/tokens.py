@@ -9,8 +9,6 @@ the node: two all-to-alls, the first of which alone uses the links between nodes
 Of the rows (token, choice) themselves only places travel, once a layer: which of the tokens each row reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, partial
 

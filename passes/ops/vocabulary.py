@@ -7,8 +7,6 @@ weighted    w[target] · ℓ, and with label smoothing ε also ε/v · Σ w (log
 in place    z, then exp(z − max), then the gradient of z lie in one memory: of a head, the largest that a rank has
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

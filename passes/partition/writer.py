@@ -8,8 +8,6 @@ An axis adds its own conversions, and the forms that need its collectives: passe
 passes.partition.sequence over cp. Both begin with values and arguments of global sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

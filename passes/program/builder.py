@@ -3,8 +3,6 @@
 A ``Builder`` makes calls with their place, their values and the source line of a call that they stand beside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -15,8 +15,6 @@ every forward. A tensor of known shape that results is a constant of the graph. 
     ones_like(labels)      too, on request: it reads only the shape of ``labels``
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import getitem
 from typing import Any

@@ -14,8 +14,6 @@ scale      of a norm, or a vector that multiplies         residual   a matrix wi
 bias       any other vector                               ""         any other matrix
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem

@@ -1,7 +1,5 @@
 """The origin of a graph node in the user's code: module path and the deepest source line that is not PyTorch's."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import re

@@ -8,8 +8,6 @@ in_order([y])                         y and all its inputs, each after its own, 
 in_turn({y: [x], …}, rank)            the same of any units, those of a lower rank first
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter

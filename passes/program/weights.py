@@ -5,8 +5,6 @@
 Known values are buffers and constants of floats: a table that is read at known places is no changed weight.
 """
 
-from __future__ import annotations
-
 from math import inf
 from weakref import WeakKeyDictionary
 

@@ -5,8 +5,6 @@ topk, sort, slice    positions are not kept: two factors
 sum                  summed over          mean, amax, var …     mixed
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from passes.rules.call import Call

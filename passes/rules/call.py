@@ -4,8 +4,6 @@ A size that is a symbol (rows that data selects) stands as a large prime, which 
 model repeat calls, so what holds of one is computed once for all with its key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property

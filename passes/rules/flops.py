@@ -11,8 +11,6 @@ Forward, for one microbatch and the full (unsharded) tensors. Backward is about 
 that shares and balances may leave it out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

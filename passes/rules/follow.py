@@ -12,8 +12,6 @@ maps the dims that count them, each index computed by itself. Zeros stay zero:
     silu(gate·x·W) · (gate·x·V)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import getitem
 from typing import Any

@@ -5,8 +5,6 @@ index        x[.., i, j, ..]                                 the indices' common
 scatter, index_add, index_put                                the dim is mixed, and its positions are kept
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

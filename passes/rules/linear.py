@@ -3,8 +3,6 @@
 add(x, y)       {x, y}             mul(x, y)    {x}, {y}            where(m, x, 0)    {x}
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import getitem
 from typing import Any

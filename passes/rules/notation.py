@@ -7,8 +7,6 @@
 A word of one operand alone must be marked; one of the result alone stands for new elements that no operand has.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import prod

@@ -6,8 +6,6 @@ Each is tried on small random inputs when it is given, by values and by gradient
 against the op on the full operands.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

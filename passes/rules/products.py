@@ -1,8 +1,6 @@
 """Products: written as text, einsum by its own equation. A bias would be added once for each part of a sum, so with a
 bias the summed dim is mixed. Attention too, which has several of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from string import ascii_letters
 

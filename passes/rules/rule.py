@@ -9,8 +9,6 @@ Factors as in Shardy's sharding rules (openxla.org/shardy): every dim of an oper
 the factors that stand there. A dim of size 1 that is broadcast has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum

@@ -5,8 +5,6 @@ pooling         n and channels by themselves
 group_norm      groups by themselves; batch_norm channels
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

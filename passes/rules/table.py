@@ -1,7 +1,5 @@
 """RULES: op → its effect on the dims of its operands. An op that is not here, and is not pointwise, has no rule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import getitem
 from string import ascii_letters

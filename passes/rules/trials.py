@@ -5,8 +5,6 @@ SUM     the parts' results, added up, are the result                  gradients 
                                                                       added up
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

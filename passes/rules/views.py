@@ -4,8 +4,6 @@
 [2, 6] seen as [3, 4]       2 at x(1) and y(1); a 2·3 that is seen as 3·2 has no common factor: it is mixed
 """
 
-from __future__ import annotations
-
 from math import gcd, prod
 
 from passes.program.ops.aten import permutation

@@ -8,8 +8,6 @@ g f     P → R    all-reduce, backward all-reduce
 exchange V → V   all-to-all, backward all-to-all: of values made of weights alone, from one dim to another
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from passes.errors import require

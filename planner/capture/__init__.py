@@ -4,8 +4,6 @@ Begin at `export`. `interceptors` are all changes of torch while a forward runs,
 graph into the form that passes read. `resized` compares a second capture at another batch size with the first.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ now.
 number in Python, or cuts by it, is refused with the user's line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ that is captured in another dtype than its own. Its batches together take both s
     one input counts        0 1 2 …: positions of one document
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

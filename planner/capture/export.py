@@ -8,8 +8,6 @@ Leaves:  a graph of canonical ATen ops (passes.canonical.form) with parameters, 
          placeholders; ``meta["val"]`` with static shapes, ``meta["grad"]`` and the user's source line on every node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ each view, and later reads of another view of that root use the new root. Region
 unknown writes, torch.export can do the same by tracing everything a second time (``run_decompositions``).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any

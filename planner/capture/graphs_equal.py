@@ -8,8 +8,6 @@ is equal if the same ops are applied to the same operands, down to those values.
 are.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

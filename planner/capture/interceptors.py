@@ -8,8 +8,6 @@ An interceptor is (owner, name, replacement). Interceptors are installed in thei
 if another one raises, so that nested ones of the same attribute end with the original.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType

@@ -11,8 +11,6 @@ process has None for them, and its optimizer does not update them.
 Leaves:  ``meta["grad"]`` on values that a gradient of the loss reaches, and on no others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace

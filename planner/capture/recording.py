@@ -4,8 +4,6 @@ The modes that export enters around a forward are entered here too, with another
 Whether both record the same is not assumed: a recording is compared with a real export (planner.capture.resized).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from operator import getitem

@@ -8,8 +8,6 @@
 A model that was exported at other sizes before is recorded instead (``earlier``).
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import warnings

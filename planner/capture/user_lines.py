@@ -8,8 +8,6 @@
 Source lines of captured nodes are in passes.program.source_lines.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -8,8 +8,6 @@ Peaks are those of a data sheet; a fraction says how much of a peak large enough
 has is a slip of units, and an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal

@@ -17,8 +17,6 @@ Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and sc
 while each of a node's devices has one share; a member of a group uses the shares of the members beside it, no others.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

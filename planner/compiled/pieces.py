@@ -16,8 +16,6 @@ region   the captured part of a block: a piece is inside of its graph or outside
 block    the recomputed block, and whether its backward reruns the call: a piece is rerun entirely or not at all
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ communication   messages between stages: received ahead, sent and not known to b
 whole           with zero 3: full weights at once
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from math import prod

@@ -8,8 +8,6 @@ The order is that of autograd: later calls first. Received values live until the
 gradients wait for a W, the saved tensors of their products and the gradients of their results live until it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -32,8 +32,6 @@ device                  if the cluster file has figures: the context of the driv
 NCCL holds buffers for each channel and neighbour of a communicator, whatever is sent through it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace

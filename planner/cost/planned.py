@@ -8,8 +8,6 @@ Weights in shards (``optimizer.reshard``) are freed after each use, or with auto
 many blocks of each stage, the last ones, once a step: their backward is the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -6,8 +6,6 @@ gradients   a bucket fills from the first backward that gives it a gradient to t
             first B or W that gives it a gradient to its sum at the end of the next W of its chunk
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

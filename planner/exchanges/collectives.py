@@ -20,8 +20,6 @@ The gathers of weights that ranks hold in shards (zero 3): the moves of each pp 
 The runtime makes the same moves (planner.sharding.residency), so each row is what a step runs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Each value that is read must be of the type that its field says (``checked``, ``
 the fields of the classes that are written, and all of it against many plans.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from dataclasses import fields

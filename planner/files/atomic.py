@@ -8,8 +8,6 @@ written through. Permissions are those of the file that is replaced, else the um
 A file that processes lock is a regular file of one name: a link, a pipe or a directory in its place is refused.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -6,8 +6,6 @@ JSON is of plain values, each key once. Rejected besides invalid JSON: numbers b
 and characters that no file can hold. Python's parser limits the depth.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ planner.files.allowed, for writing and for reading: any other raises Unstorable,
 No text of a file but identifiers reaches the source that torch.fx writes for a graph.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping

@@ -8,8 +8,6 @@ A schedule has a W for every backward, or none: then a backward makes all gradie
 Bubble Pipeline Parallelism", section 2.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

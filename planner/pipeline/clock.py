@@ -11,8 +11,6 @@ M'. That is exact in integers, so ``run_table`` counts picoseconds. Of a kind wi
 microbatch take the longest rank its F, B and W, as that rank does not wait in the middle of a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

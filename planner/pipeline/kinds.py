@@ -9,8 +9,6 @@ zero_bubble_v      two chunks a rank, folded into a v; all actions in the order 
                    (planner.pipeline.zero_bubble)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

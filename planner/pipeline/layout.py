@@ -19,8 +19,6 @@ Evenly means without a rest: blocks (with embedding and loss, if they count) div
 a rank by its chunks. `auto`, the default, asks for none of this and balances costs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ is posted: take the first action that lock step runs and the ranks do not. Its m
 behind nothing but messages that earlier actions of this rank receive; so they arrive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple

@@ -17,8 +17,6 @@ region makes the gradients of its weights there too, so its memory waits for no 
     graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers if none overlap
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush

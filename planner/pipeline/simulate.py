@@ -14,8 +14,6 @@ back:
     1: F0.0 B0.0 F1.0 B1.0
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

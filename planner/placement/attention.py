@@ -11,8 +11,6 @@ site replicated. The plan reports it: as an error if no site of the model is sha
 else as a warning. A tp that shards nothing at all is an error too, with the nearest ones that do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod

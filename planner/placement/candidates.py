@@ -4,8 +4,6 @@ Linears, embeddings and attention seed cuts of their weights and heads; every ot
 or backward. A cut that no rule names is never considered, so a block of 80 nodes has a handful of cuts a value.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

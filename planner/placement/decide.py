@@ -3,8 +3,6 @@
 ``planner.report.alternatives`` solves the problem again with one parameter held.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

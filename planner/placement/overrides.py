@@ -15,8 +15,6 @@ Blocks of one kind that the overrides treat differently are decided apart: each 
     overrides {"h.*.mlp.up": replicate}      all repeat h.0, as without overrides
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase

@@ -11,8 +11,6 @@ FLOPs that every rank repeats, matrices that every rank holds in full, bytes mov
 and their bounds are in ``Weights``. One block of each kind is decided; copies follow it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

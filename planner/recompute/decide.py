@@ -18,8 +18,6 @@ What a selective piece keeps are the fewest bytes from which all freed memory is
 A spec gives one kind for all blocks, or globs over their dotted names, of which the last one decides.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

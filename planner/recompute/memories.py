@@ -1,7 +1,5 @@
 """A piece as calls over memories: those that may be freed, those that must be kept, and the cost of each rerun call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

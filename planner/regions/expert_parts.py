@@ -9,8 +9,6 @@ The parts end at the dispatch of rows, or at the first weights of experts: only 
 of rows. A value that the rest reads is computed before the dispatch if possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from torch import fx

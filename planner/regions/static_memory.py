@@ -9,8 +9,6 @@ each microbatch, and regions of one signature take their inputs in turn from one
 replayed once: static are the batch and its denominators, and the buffers of messages between stages.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

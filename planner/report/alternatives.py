@@ -5,8 +5,6 @@ parameter held (and with it its copies in blocks of the same kind). An override 
 what is chosen, not what it costs.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@
 Rows find their partners by the fields in ``KEYS``. Equal changes of repeated blocks are one line.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The sections of an explained Plan on what ranks hold and do: experts, graphs, recomputation, memory, seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 

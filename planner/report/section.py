@@ -5,8 +5,6 @@ twice. A fold represents exactly its rows: it takes one number of the name at a 
 equal other parts and equal numbers of rows. Expanding the ranges gives every name equally often.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -6,8 +6,6 @@ Warnings come first and in full; remarks (``info``) of one kind are joined:
     linear [512, 128] is sharded (column): its features …   }
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter

@@ -4,8 +4,6 @@ Repeated blocks share one row; its name has ranges (``h.{0..11}.attn``), and its
 left out. ``full`` gives each its own row. The text is the same on every machine.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 

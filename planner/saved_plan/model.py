@@ -3,8 +3,6 @@
 A skeleton has the names of a planned model and none of its code: parameters without values, buffers with theirs.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -15,8 +15,6 @@ planner.files.allowed are made of it.
 Read as a whole, and checked before a value is used: no size in it can ask for more memory than the file has bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

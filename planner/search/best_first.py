@@ -11,8 +11,6 @@ tp 8      14 % slower (1.31 s against 1.15 s): tp_comm 310 ms against 90 ms, ove
 pp 1      needs 91.2 GB of 78.1 on pp rank 0: optimizer 54.0 GB, activations 20.3 GB
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -12,8 +12,6 @@ represents all. Readers of a row's results then read the remaining blocks. A mod
 results of the blocks in between are read by their neighbours alone, and only blocks compute.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

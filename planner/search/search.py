@@ -6,8 +6,6 @@ best      estimated in that order, until no other can be among the best
 losers    of every other choice of the winner's (another tp, another pp, …) a fast layout, and why it loses
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ A value in the spec is a pin; all others come from here. Outer bounds keep the s
 a pin may exceed it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

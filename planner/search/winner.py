@@ -2,8 +2,6 @@
 that was decided written out, so that a plan of it searches nothing.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

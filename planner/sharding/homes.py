@@ -6,8 +6,6 @@
 Homes are chosen for even work: matrices go, the largest first, to the rank with the least.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product

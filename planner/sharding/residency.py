@@ -3,8 +3,6 @@
 need({3}, then {4})     3 and 4 become whole (4 while 3 computes); every other unit is freed
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 

@@ -15,8 +15,6 @@ world                one all-reduce of [|g|², loss, rows of each expert, reques
 edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp if cp > 1.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A relative path is taken from the working directory, and failing that from the f
 neither may be a shipped file: ``dgx-h100``, or ``specs/clusters/dgx-h100.yaml``.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable

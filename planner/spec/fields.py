@@ -4,8 +4,6 @@ YAML 1.1 readers leave `1e-8` a string, and `3e5` is a float: a number may be wr
 The JSON schema (draft 2020-12) of a spec or a cluster file is for editors and for the words of an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, Self

@@ -11,8 +11,6 @@ the second of each, …
 The sections ``data`` and ``audit``, on which no plan depends, and the roles of inputs, for batches made of a text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Annotated, Any, Literal, get_args

@@ -12,8 +12,6 @@ All else is a string: no dates, no base 60, no octal numbers (``012``). PyYAML f
 for a string; here it is a number, as in YAML 1.2. A tag that would make anything else is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 pydantic reports the keys, and the JSON schema the allowed values; the words follow from the schema.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

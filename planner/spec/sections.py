@@ -1,7 +1,5 @@
 """The sections of the spec: each key with its type, default and meaning."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args

@@ -13,8 +13,6 @@ Its moments are the tensors that it keeps of a parameter's shape. It is refused 
 update of a part is not the part of the update, it keeps other values, or begins with others than zero.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Mapping

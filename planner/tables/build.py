@@ -17,8 +17,6 @@ How the gradient of each weight is made: by the product that reads it, which can
 It is read off the lowered stages. A weight that is read in several ways has an entry for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -6,8 +6,6 @@ info      everything else, one row for each layer; the tables fold those of repe
 Notes on single ops and on experts are in rooms of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The rows of layers of experts: the ranks of each expert, and the bytes of dispatch and combine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from passes.blocks.blocks import Places

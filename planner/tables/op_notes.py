@@ -1,7 +1,5 @@
 """Notes on single ops: without a rule, with an inferred one, with a backward of their own, or with a slow kernel."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

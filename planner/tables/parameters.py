@@ -9,8 +9,6 @@ the part that a rank holds anyway; gathered again while the gradient of the valu
 (Korthikanti et al. 2022, section 4.2). One op gathers and multiplies, so linears in two graph regions save the value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """The reason for a parameter's sharding, in the user's words: the op that reads it, the purpose, the obstacle."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from itertools import chain

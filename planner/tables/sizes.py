@@ -1,7 +1,5 @@
 """Sizes for eyes."""
 
-from __future__ import annotations
-
 
 def format_bytes(num_bytes: int) -> str:
     """``1536`` is ``1.50 KiB``; under 1 KiB in bytes."""

@@ -6,8 +6,6 @@ so that they save and compare; a row checks itself when it is made, by the plann
 field names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

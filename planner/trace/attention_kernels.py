@@ -10,8 +10,6 @@ of torch's choice (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), withou
 prefers it (``device.cudnn_attention`` of the cluster file), and takes values of another width and masks of shared keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Each is one object for equal ones, and an op that names its stream of random num
 calls of different blocks, stages and layouts are observed once (planner.trace.observe).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache

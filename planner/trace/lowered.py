@@ -1,7 +1,5 @@
 """The lowered stages of a plan on rank 0 of every axis but pp, and the trace of each: made once, read by all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -8,8 +8,6 @@ batches are ``outside``: a stage does not own them. Each kind of call runs once,
 dictionary.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, field, replace
 from math import ceil

@@ -7,8 +7,6 @@ Behaviour that no capture sees, such as a forward with another path in each tent
 off on both sides; other random numbers have no counterpart, so a forward that draws them is refused.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -18,8 +18,6 @@ and so is a factor for pairs of ranks. Time of a reduce-scatter beyond its line 
 libraries differ in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from statistics import geometric_mean, median

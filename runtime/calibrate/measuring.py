@@ -18,8 +18,6 @@ The share of its tensors that PyTorch's allocator reserves beyond them, by train
 of a real model have more sizes than these, so that the default of ``device.slack`` is the least.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from math import prod

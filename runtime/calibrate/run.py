@@ -3,8 +3,6 @@
 The file has the measurements in its comments, and is written atomically.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -8,8 +8,6 @@ adapters into peft's module, of which the base has no values, and lets it save t
 process would write, whatever the layout and the version of peft.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping

@@ -8,8 +8,6 @@ file system without the exchange. Then each file is the old or the new one, and 
 last: a killed run leaves the old set, the new one, or one that is rejected, never a mixture that loads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -7,8 +7,6 @@ Of an assembly, only the elements of its sources that a part has are read, strai
 rows that have elements of the part, and for a call every source in full, in memory of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

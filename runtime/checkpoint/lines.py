@@ -8,8 +8,6 @@ A run that starts afresh, or resumes from a save that its user named, begins a l
 `--keep` follow one line; saves of others stay as they are.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ disk. They detect accidents, not attacks: a writer of the checkpoint can also wr
 The input is untrusted: sizes are checked before memory is allocated, and names before paths are built.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from datetime import UTC, datetime

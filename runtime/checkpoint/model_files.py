@@ -5,8 +5,6 @@ their checksums, and exports take them from there. Of samples with labels, those
 template and end tokens are trained on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

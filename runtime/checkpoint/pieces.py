@@ -3,8 +3,6 @@
 rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the full tensor that begins at [0, 768]
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ A safetensors file is its header (which tensor lies at which bytes) and then the
 tensor and never holds two whole ones.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -9,8 +9,6 @@ A directory may come from anyone: only regular files are opened, and none grows 
 block for ever, a device never ends, and a link may lead out of the directory.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping

@@ -7,8 +7,6 @@ latest                          the name of the save that was written last, and 
 .lock                           held by the run that writes here
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

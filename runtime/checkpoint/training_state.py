@@ -13,8 +13,6 @@ Of each parameter, the elements that this rank owns are views of its memory, by 
 Padding is not written, and is zero after reading. A save is loaded by an engine of any layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike

@@ -7,8 +7,6 @@ FP4     w [.., r, c / 2]         scale [.., r, c / 32]                    two va
 MXFP4   w_blocks [.., r, c / 32, 16]    w_scales [.., r, c / 32]          w is [.., c, r]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The command ``calibrate``: measure this machine and write a cluster file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command ``meshwright env``."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

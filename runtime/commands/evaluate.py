@@ -1,7 +1,5 @@
 """The command ``meshwright evaluate``: perplexity or cloze accuracy of a model on a text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import MISSING, dataclass
 

@@ -1,7 +1,5 @@
 """The command ``meshwright generate``: continue prompts with a model, under any layout."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

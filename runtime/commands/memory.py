@@ -1,7 +1,5 @@
 """The command ``meshwright memory``: predicted memory beside what each rank holds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

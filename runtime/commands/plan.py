@@ -1,7 +1,5 @@
 """The command ``meshwright plan``: the tables of a plan, its file, its passes, or the ways to shard one parameter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from passes.errors import PlanError

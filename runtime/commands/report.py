@@ -1,7 +1,5 @@
 """The command ``meshwright report``."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

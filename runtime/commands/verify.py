@@ -1,7 +1,5 @@
 """The command ``meshwright verify``: a plan beside one process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import typer

@@ -9,8 +9,6 @@ impl: transformer_engine         a CUDA device, and the package
 With `compile: auto` ranks compile on CUDA devices that all have triton; otherwise pieces run op by op.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import sysconfig

@@ -8,8 +8,6 @@
 Reductions over the data-parallel ranks start after it, as does the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

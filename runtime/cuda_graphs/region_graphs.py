@@ -15,8 +15,6 @@ A rank has such graphs by slot: as many as microbatches are in flight, whatever 
 In a shared pool, working memory of one slot could overlap tensors that another slot saved for its backward.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

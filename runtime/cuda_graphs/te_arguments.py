@@ -11,8 +11,6 @@ looked at. It does not see that a backward is another microbatch's, or that two 
 wants the gradient. Tests hold what is made here against its rules (tests.runtime.cuda_graphs.test_te_rules).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ at its line; the captured graph has none of them), and ids and labels by the ran
 On a GPU, an id out of range is a device assert: a late error without the id, after which the process is unusable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -13,8 +13,6 @@ Batches from several texts, each with a share of the samples: a pure function of
     place in slot s of text i    the text's sample number b·cᵢ + s - start of its slots
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ Its end may be held out for validation, which training never reads. Before train
 an error names the file and the position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@
 Samples go first fit into the sequences of a step, which ends at the first one that fits nowhere.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

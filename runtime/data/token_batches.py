@@ -21,8 +21,6 @@ cu_seqlens [n]                                 0, then the end of each document 
 next_sentence_label, sentence_order_label      whether two texts are in their order: one integer a sequence
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Writes a token file as tokens come: memory does not grow with the text, and a reader sees all of it or nothing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -7,8 +7,6 @@ marks      s w   w       s   w             bits: a word begins here, a sentence 
 words          3           2               of the text before it was cut into tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

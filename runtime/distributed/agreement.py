@@ -8,8 +8,6 @@ Where rank 0 works long, writing files, the others wait for a word of it without
 go on in the group's own time. They notice a dead peer at once: the connection closes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -13,8 +13,6 @@
 Two groups, never one of two backends: then no tensor can take the way of the other kind of memory.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@
 Nothing here asks the machine: the same arguments give the same answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The command has imported what its ranks need. To import it again takes half of the CPU seconds of a launch on few ranks.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

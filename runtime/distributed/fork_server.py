@@ -4,8 +4,6 @@
 Were it to end first, every rank would seem to have failed, while each finishes its step.
 """
 
-from __future__ import annotations
-
 import signal
 
 for number in (signal.SIGTERM, signal.SIGUSR1):

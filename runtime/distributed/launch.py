@@ -17,8 +17,6 @@ watched by the other ranks, which see it sooner. A launcher that was stopped its
 Ctrl-Z, counts no time in which it did not look.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """Moments of a rank: events in the queue of its device, or times of the host's clock on a CPU."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -7,8 +7,6 @@
 A node that finds no GPU would create a gloo group while the others create an NCCL group, and all would wait forever.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

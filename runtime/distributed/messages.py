@@ -9,8 +9,6 @@ Digests show ranks that got another batch than the others: a global batch must b
 ranks with one dp coordinate. If digests differ, no rank updates anything. All values are integers in float64.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -23,8 +23,6 @@ It ends: of the communicators that are not built yet take the first of the list.
 those before it that it is in, so all of them come to this one.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable

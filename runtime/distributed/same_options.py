@@ -4,8 +4,6 @@ An option that only some ranks have changes the order of exchanges: all ranks wo
 up. Ranks of ``launch`` get their options from one process.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

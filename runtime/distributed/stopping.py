@@ -10,8 +10,6 @@ Signals reach the ranks of one job at different moments, some before and some af
 A launcher forwards them to its ranks (``runtime.distributed.launch.launch``).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -8,8 +8,6 @@ A run on one host listens on the loopback alone, so that no other machine reache
 Nothing changes for several hosts, or if the user has set an interface.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

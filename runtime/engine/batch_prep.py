@@ -8,8 +8,6 @@ The loss of the plan is a sum of shares over counts of the global batch: with th
 losses add up to the loss of all sequences in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

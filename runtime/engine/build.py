@@ -3,8 +3,6 @@
 An engine has one of two modes: it trains, or it evaluates and holds nothing that only training needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ With ``attention: cudnn``, torch is asked on every rank whether cuDNN takes each
 GPUs or libraries, and a call that one of them cannot make is an error on all, with the source line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

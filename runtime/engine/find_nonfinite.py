@@ -5,8 +5,6 @@
 The same dropout is drawn, as it depends on the step and the microbatch alone; nothing is updated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

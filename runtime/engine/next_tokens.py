@@ -17,8 +17,6 @@ A round's sequences move together. A position that a longer prompt has already i
 values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

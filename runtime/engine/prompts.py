@@ -5,8 +5,6 @@ labels        0 0 0 0 0 0        any label: the loss is not read
 wanted              ^            the label that the next token would be: its row of logits is the prediction
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

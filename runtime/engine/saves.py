@@ -1,7 +1,5 @@
 """What an engine writes and reads again: its training state, and its weights as directories of the Hub."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from os import PathLike

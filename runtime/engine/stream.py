@@ -6,8 +6,6 @@ under the names of files or of the model.
 No rank ever holds a second full copy: rank 0 makes a bucket when its reader asks for it, and the others send then.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

@@ -3,8 +3,6 @@
 norm | loss | rows of each expert | notes of each rank      one all-reduce over all ranks
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The weights of an engine: gathered, loaded from files of the Hub, replaced by their mean for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike

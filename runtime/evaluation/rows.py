@@ -10,8 +10,6 @@ window 1       | . . . . s s |                  moved by the stride: its last to
 window 2         | . . . . . s |                the last is moved back to end with the text
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

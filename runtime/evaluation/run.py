@@ -3,8 +3,6 @@
 Bad input is reported before a process starts; under torchrun this process is one of the ranks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Many cases one after another: draw, run, make failing ones as small as they stay failing, sum up."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Planning and importing cost more than the small runs themselves, so both happen 
 process group and has none of autograd's threads (they do not survive a fork); ranks and references are its forks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -11,8 +11,6 @@ Skipped if the plan does not predict bytes exactly: rows of experts depend on th
 documents, graphs have static memory, and the compiler chooses the saved tensors of compiled pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -9,8 +9,6 @@ Choices that would test only the checks of the spec (too many ranks, chunks with
 become the values of a spec, and those of the layout that resumes from its save.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ A rule of whole matrices has two kernels: between them the updates, which take t
 for their orthogonal factors (runtime.optimizer.matrices).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

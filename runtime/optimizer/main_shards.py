@@ -12,8 +12,6 @@ It begins with the weights themselves. Each operation rounds an element on its o
 the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

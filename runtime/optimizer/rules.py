@@ -14,8 +14,6 @@ The weights of the model are y. z is kept as its distance d = z - y, which begin
 u: the gradient over its root mean square, and the decay of y.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple

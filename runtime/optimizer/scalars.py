@@ -21,8 +21,6 @@ The loss scale of float16 training is large enough that small gradients survive,
 It is on the device, which decides whether a step is skipped: the host need not wait.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ Each is read once more a step, in one pass without temporary memory; nothing wai
 after a step with NaN or Inf.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

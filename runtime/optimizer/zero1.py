@@ -10,8 +10,6 @@ Norm, clip and whether the update is skipped stay on the device, and the rule re
 Bytes a parameter for d ranks: float32 8 + 8/d; bfloat16 with float32 gradients 6 + 12/d, with bfloat16 ones 4 + 16/d.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ An infinity from user code (``masked_fill(…, -inf)``) is no fault, nor is one 
 from other ranks are theirs to report: each rank reports its own, and ``first_of`` finds the first over all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

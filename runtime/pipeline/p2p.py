@@ -20,8 +20,6 @@ The waits of a run, from the first action to the end of the last sends, give the
 the newest run that the device has finished.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -25,8 +25,6 @@ Memory is known by its storage, so views count once. Weights, buffers, batches a
 are not counted. Workspaces inside kernels are not seen, nor what a compiled piece makes and does not save.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -1,7 +1,5 @@
 """Measured and planned memory of ranks: by category, and by action of the schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -5,8 +5,6 @@ A step in words has parts with a rank; a narrow terminal shows the first ones.
 loss 5.556100  grad norm 1.932  lr 2.00e-04  tokens/s 4321  0:42 left  1.2 GFLOP/s (3.1 %)  310 MiB  bubble 31 % …
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

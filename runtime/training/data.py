@@ -4,8 +4,6 @@
 data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, without --data
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings of a training run, checked before anything starts, and its plan: of model and spec, or a saved one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any

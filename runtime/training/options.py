@@ -4,8 +4,6 @@ OF_ONE_RANK     of one rank alone, or compared by content: the plan with its spe
 PLACE           a file or directory, which hosts may name in different ways: ranks compare whether one is given
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from runtime.options import flag, option

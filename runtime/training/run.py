@@ -5,8 +5,6 @@ processes that it starts, or as one of the ranks of torchrun. Files that a run w
 write are tried before it starts: none is found to be unwritable after hours.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The saves of a run: when they are made, which of them stay, and from which one a run resumes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

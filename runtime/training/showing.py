@@ -8,8 +8,6 @@
 Rank 0 alone knows what was asked; the sum of the next update says that something was, and all ranks then get it.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings

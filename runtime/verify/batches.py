@@ -3,8 +3,6 @@
 These are the truth for a model that would mix the documents of a sequence, if its plan ends ops with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -12,8 +12,6 @@ Muon                    the update is rounded to bfloat16 before the Newton-Schu
                         values of any size to about 1: those below the rounding of the largest one are noise
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isnan, sqrt

@@ -6,8 +6,6 @@ Exchanges are numbered over all stages, in the order of each stage's graph. A mi
 sums stay partial, and shards of other ranks are filled with this rank's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

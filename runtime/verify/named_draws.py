@@ -7,8 +7,6 @@ Draws that the loss does not read have no name, and keep PyTorch's values: other
 shapes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

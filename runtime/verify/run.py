@@ -6,8 +6,6 @@ The truth is the user's unmodified model on the full global batch, the object it
 Else dropout is off on both: its masks depend on the order in which a process draws them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -13,8 +13,6 @@ A number for the bits of a tensor: equal tensors have equal ones, different ones
 Integers add up to the same on every device and in every order. It allocates nothing of the tensor's size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 

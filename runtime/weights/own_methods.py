@@ -11,8 +11,6 @@ calls that write it, and from no other: each with a generator of (seed, module, 
 neither on the layout nor on other weights of a rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import random

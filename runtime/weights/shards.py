@@ -10,8 +10,6 @@ each sender, and rank 0's device never holds a full tensor. A rank sends when ra
 up while rank 0 writes, and none waits for less than that takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -16,8 +16,6 @@ So a value depends on the seed, the name, the shape and its place alone: not on 
 device. Drawn in float32 whatever the dtype: precisions start from the same weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Random models and specs beside one process: python -m tests.fuzz [--minutes M | --cases N] [--seed S] [--case F]"""
 
-from __future__ import annotations
-
 import typer
 
 from passes.errors import PlanError

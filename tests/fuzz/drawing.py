@@ -1,7 +1,5 @@
 """Models that are drawn, as the model of a case; the command of ``python -m tests.fuzz``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The keys of the reference spec for which no option is drawn, each with the reason."""
 
-from __future__ import annotations
-
 # keys that follow from other choices
 FOLLOWS = {
     "batch.global": "microbatches · batch.micro · mesh.dp",

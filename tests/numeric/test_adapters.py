@@ -1,7 +1,5 @@
 """Models wrapped by peft, planned unmodified: each method equals one process on each layout, or is refused by line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

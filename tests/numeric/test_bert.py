@@ -1,7 +1,5 @@
 """Either LayerNorm placement of the example BERT (Shoeybi et al. 2019, figure 7): padding, order, and the residual."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

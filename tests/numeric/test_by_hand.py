@@ -1,7 +1,5 @@
 """A schedule by hand, with forwards of one direction beside backwards of the other, trains as one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Each case compiles functions of its own shapes, which takes a while where Induct
 few cases stand for the rest, and `slow` are those that start several processes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The sequence cut over cp, on processes: loss, gradients and three clipped updates are those of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

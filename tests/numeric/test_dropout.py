@@ -2,8 +2,6 @@
 With ``dropout: layout_invariant`` whole runs are those of one process of ours, on every layout.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One engine's ways to step, and engines one after another, give what one process gives."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tools import jobs

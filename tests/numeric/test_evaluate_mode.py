@@ -1,7 +1,5 @@
 """Engines that only evaluate find what engines that train find, on every layout, and hold weights alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

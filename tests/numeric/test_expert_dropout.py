@@ -1,7 +1,5 @@
 """Dropout inside experts: each element is dropped as where every expert computes every token, on every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ranks are threads of this process; tests/numeric/test_experts.py runs a few of the same as processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A loop over a ModuleList of experts computes, without ep, the rows that chose each expert, and no others."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -3,8 +3,6 @@
 With one microbatch for each dp rank both are those of one process on the global batch; ranks are threads.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

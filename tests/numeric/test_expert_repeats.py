@@ -1,7 +1,5 @@
 """A layer of experts that a model applies several times, as ALBERT does, and experts that numbers of tokens choose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 Ranks are threads of this process: one that waits longer than a minute fails the test (tests/tools/simulated_ranks.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts beside a sharded sequence: every rank of cp sorts, and sends, the rows of its own tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 Ranks are threads of this process; tests/numeric/test_experts.py runs one of the same as processes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

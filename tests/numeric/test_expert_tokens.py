@@ -3,8 +3,6 @@
 Ranks are threads of this process; tests/test_dump_equals_run.py runs a few of the same as processes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

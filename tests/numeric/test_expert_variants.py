@@ -3,8 +3,6 @@
 Ranks are threads of this process. Experts with slots: tests/numeric/test_expert_slots.py; with peft:
 tests/numeric/test_adapters.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

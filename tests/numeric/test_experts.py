@@ -3,8 +3,6 @@
 An own model in float64, Mixtral in float32. tests/numeric/test_expert_layouts.py has more foldings, as threads.
 """
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of all kinds on the layouts that matter: loss, every gradient and three clipped updates of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import cycle, product
 from typing import Any

@@ -1,7 +1,5 @@
 """Forces, the gradient of an energy inside the forward: one process's, and no exchange for what no gradient reaches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

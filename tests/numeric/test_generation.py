@@ -1,7 +1,5 @@
 """Tokens on every layout are those of one process, greedy ones and sampled ones, by whole forwards and by kept keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

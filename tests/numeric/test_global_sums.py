@@ -1,7 +1,5 @@
 """Losses that are no sums over tokens, over several microbatches a rank: as one process on the global batch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

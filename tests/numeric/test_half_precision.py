@@ -5,8 +5,6 @@ float64. Sums over ranks are rounded once more: the error of all gradients toget
 one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Weights of a model on the meta device are the same, to the last bit, for every layout and by either method."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 y = (float(x) + 4096) - 4096      in bfloat16, 8 bits wide, nothing of x would be left
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Samples with 1 to 900 labels train as plain PyTorch does with those labels, on every layout."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

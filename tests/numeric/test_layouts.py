@@ -1,7 +1,5 @@
 """Four families on every layout: loss, every gradient and three clipped updates are those of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

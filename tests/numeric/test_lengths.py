@@ -1,7 +1,5 @@
 """Batches of several lengths in one run train as one process does, on every layout: losses, parameters, evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

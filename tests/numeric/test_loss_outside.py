@@ -1,7 +1,5 @@
 """Losses outside the model on processes: value, gradients and steps of DPO and GRPO are those of one process."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

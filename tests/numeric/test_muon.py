@@ -1,7 +1,5 @@
 """Muon trains as torch's does on whole matrices: fused ones part by part, experts one by one, on every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Ranks are threads of this process (tests/tools/simulated_mesh.py): their local p
 exchange is computed there too. What is compared lies within float64's rounding, unless a test says otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

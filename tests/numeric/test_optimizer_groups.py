@@ -1,7 +1,5 @@
 """Groups of the optimizer train as torch's parameter groups do, on every layout: losses, and parameters at the end."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any
 

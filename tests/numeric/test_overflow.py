@@ -1,7 +1,5 @@
 """float16 with a dynamic loss scale: an overflow on one rank skips the step on all, and training goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

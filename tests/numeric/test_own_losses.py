@@ -1,7 +1,5 @@
 """A loss over the logits of a model, DPO, distillation and losses between blocks equal one process on every axis."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

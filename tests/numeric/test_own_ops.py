@@ -1,8 +1,6 @@
 """A model of custom ops, with rules of their own or by trial, trains over tp and pp as in one process, and its ops are
 sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

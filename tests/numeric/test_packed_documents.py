@@ -1,7 +1,5 @@
 """A packed batch trains as its documents one by one: loss and every gradient, on every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models of images, of frames, and of images and text with the batch of their processor: equal to one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """An expert that no token of the whole batch chose, and that the forward skips, rests: value, moments and count of
 updates stay, as they do in one process, where its gradient is None. With few tokens that is so in every step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

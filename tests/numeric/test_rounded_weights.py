@@ -1,7 +1,5 @@
 """precision.gather: each step computes with weights that are rounded to it, and updates the exact ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores on processes: log P and arg max of every label are those of the unmodified model's own logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

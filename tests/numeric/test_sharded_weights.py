@@ -1,7 +1,5 @@
 """Gradients and weights of which ranks keep shards (zero 2 and 3): training equals one process on every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

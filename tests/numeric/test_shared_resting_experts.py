@@ -1,7 +1,5 @@
 """Experts that several blocks share rest if no token of these chose them, recomputed and with sharded weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams of weights on processes: bits equal for every reader, two buckets of memory, gone readers."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from pathlib import Path

@@ -5,8 +5,6 @@ One process is plain torch on the whole batch: AdamW over float32 weights, of wh
 precision. With dropout, whose masks plain torch does not have, it is an engine alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequence parallelism over a sequence that tp does not divide: padding takes part in nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that get no gradient stay as they are, to the last bit; those that get one train as in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every update rule trains as torch's optimizer does in one process, on every layout; it resumes on another one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 same with two chunks a rank in a v.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

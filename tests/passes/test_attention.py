@@ -1,7 +1,5 @@
 """Attention spelled out computes what the fused op does: seen where both drop nothing, in an evaluation."""
 
-from __future__ import annotations
-
 import pytest
 
 from passes.base import RankProgram

@@ -1,7 +1,5 @@
 """Each check turns red for a pass that breaks what it proves, and says where; whole passes break none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

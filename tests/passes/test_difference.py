@@ -1,7 +1,5 @@
 """What each pass changed, as ``meshwright plan --passes`` prints it."""
 
-from __future__ import annotations
-
 import pytest
 from expecttest import assert_expected_inline
 

@@ -1,7 +1,5 @@
 """Random ops draw from named streams: equal where the value is the same on all ranks."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 import pytest

@@ -1,7 +1,5 @@
 """A stage holds its part of the graph at global shapes, and hands over what the next one reads."""
 
-from __future__ import annotations
-
 import pytest
 from expecttest import assert_expected_inline
 

@@ -5,8 +5,6 @@ writes its outputs once, a backward reads inputs and gradients and writes gradie
 code for a CPU, which joins fewer loops than its code for a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from math import inf

@@ -1,7 +1,5 @@
 """Each rank's graph has its own sizes, collectives where types change, and gradients by the parts that readers give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

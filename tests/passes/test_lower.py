@@ -1,7 +1,5 @@
 """The passes stand in one tuple and are run in its order; a rank gets modules over its local tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expecttest import assert_expected_inline

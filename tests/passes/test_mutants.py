@@ -1,7 +1,5 @@
 """Every exchange counts: a run without any single one of them differs from one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

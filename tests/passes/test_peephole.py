@@ -1,7 +1,5 @@
 """Biases go back into products where nothing stands between; devices are the rank's; what nobody reads goes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ the pretended device and takes two steps; between the first forward of the secon
 is asked for, nothing comes up from the host, and no op computes there. A mix of devices raises by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What blocks let go comes back to the last bit: gradients are those of the run without, whatever the layout."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator

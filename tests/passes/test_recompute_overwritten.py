@@ -1,7 +1,5 @@
 """Values that an op overwrites in a recomputed block, as a loss its logits: kept, or overwritten again by the rerun."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

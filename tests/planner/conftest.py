@@ -1,7 +1,5 @@
 """A small plan made by hand: two blocks, tp 2 and pp 2, one of everything that a plan can hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from passes.program.program import BoundaryPlan

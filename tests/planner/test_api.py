@@ -1,7 +1,5 @@
 """plan(): what it cannot do yet is refused, example inputs are one microbatch, settings of parameters by globs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One capture serves the plans of many specs; another model, or a spec that asks for another capture, is refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

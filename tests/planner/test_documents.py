@@ -1,7 +1,5 @@
 """With packed documents, an op by which the loss of one depends on another is refused at planning, and no other op."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The decisions about experts of every family, in each dtype: a router's float32 within bfloat16 changes none."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs as processors make them: joined samples, a batch dim elsewhere, values that every batch has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Plan: rows that check themselves, one JSON that reads back to an equal plan, a hash of the decisions alone."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import FrozenInstanceError, replace

@@ -1,7 +1,5 @@
 """Rank groups: every layout of the oracle, every error, and the properties that hold for any mesh."""
 
-from __future__ import annotations
-
 import json
 import math
 

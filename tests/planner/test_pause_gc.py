@@ -1,7 +1,5 @@
 """While a plan is made: no garbage is looked for, freed pages go back to the system, a long step says what it is at."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import io

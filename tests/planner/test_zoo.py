@@ -1,7 +1,5 @@
 """What every family of the zoo must show, captured once: a rule for every op with a gradient, its experts."""
 
-from __future__ import annotations
-
 import pytest
 
 from passes.moe.find import find_experts

@@ -1,7 +1,5 @@
 """``attention: cudnn``: cp's attention by cuDNN, once torch takes every call on every rank; here by a stand-in."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine on stage modules cut by hand equals one process, for every layout of pp, vpp and dp."""
 
-from __future__ import annotations
-
 import gc
 from weakref import ref
 

@@ -1,7 +1,5 @@
 """`meshwright env`: what a bug report needs, and nothing that names a machine or a person."""
 
-from __future__ import annotations
-
 import json
 import socket
 from importlib.metadata import version

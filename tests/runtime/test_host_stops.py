@@ -4,8 +4,6 @@ On a GPU each of these would hold the host until the device is done, and then le
 would do there they show on the CPU, too: the ops are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path

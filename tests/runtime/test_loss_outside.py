@@ -1,7 +1,5 @@
 """A loss outside the model in one process: the contract of the function, precision, and bad input as one error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

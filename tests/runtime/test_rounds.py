@@ -1,7 +1,5 @@
 """Evaluations and scores of any number of sequences: those of one process on all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks with equal plans and other versions or code are refused before they train; hash seeds do not matter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

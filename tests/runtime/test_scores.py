@@ -1,7 +1,5 @@
 """Scores of labels are those of the model's own logits, however its loss is spelled and its tokens are laid out."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks read the plan that one process of their host made: the training is the one of ranks that plan by themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Streams of weights in one process: merged adapters, directories, and bad input as one error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ One Chromium is started for all tests of a process and spoken to by its DevTools
 https://chromedevtools.github.io/devtools-protocol. Each page has a tab of its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import base64
 import contextlib

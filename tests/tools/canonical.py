@@ -1,7 +1,5 @@
 """A body or a loss in canonical form, as text: what capture makes of it, once it was seen to compute the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, fx

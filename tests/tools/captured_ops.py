@@ -1,7 +1,5 @@
 """Every op of a captured model with every sharded typing under discussion, on the values that it meets there."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

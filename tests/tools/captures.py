@@ -9,8 +9,6 @@ loss and dtype, the sources of planner/, of the test models and of the model's o
 model that holds something without a certain form (a closure, a class of a function) is captured each time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

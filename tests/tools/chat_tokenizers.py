@@ -3,8 +3,6 @@
 Each template is our own text; its comment names what it does that a wrong rule for labels gets wrong.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model of our own, an engine of it, and directories of its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

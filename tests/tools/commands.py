@@ -1,7 +1,5 @@
 """A Python process of its own, and all that it has written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

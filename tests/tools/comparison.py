@@ -1,7 +1,5 @@
 """What a run and one process found, and where they differ by more than rounding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

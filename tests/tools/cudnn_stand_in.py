@@ -1,7 +1,5 @@
 """cuDNN's attention on the CPU: the two ops of aten with the results, shapes and demands that they have on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """How many examples a property draws: as many as it says in `make all`, a part of them in the quicker tiers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

@@ -5,8 +5,6 @@ permute    x[t, h] → rows[t·k, h]                    the token of each pair
 unpermute  rows[t·k, h], probs[t, k] → [t, h]        the sum over a token's choices, weighted
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What ranks run to fail on purpose: one of them, at one place of its third step; the others only train and save."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

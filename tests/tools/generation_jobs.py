@@ -1,7 +1,5 @@
 """What ranks run to continue prompts, and the same by definition in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines with and without graphs, trained alike; where they differ, to the last bit; and what each counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

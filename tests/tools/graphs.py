@@ -1,7 +1,5 @@
 """Graphs for the tests of passes: a context without a captured model, and a stage of a tiny model before any pass."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

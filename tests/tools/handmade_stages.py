@@ -5,8 +5,6 @@ integer tensor without one. The first and the last stage hold the same (tied) ma
 do not count, and there is a different number of them in every microbatch.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

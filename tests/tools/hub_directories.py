@@ -1,7 +1,5 @@
 """Directories of the Hub as transformers saves them, and plans of these."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

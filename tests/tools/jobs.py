@@ -1,7 +1,5 @@
 """What ranks run in place of the usual steps; each returns what a test compares, from every rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from math import prod

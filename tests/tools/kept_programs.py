@@ -3,8 +3,6 @@
 A program with a part that has no such form (a function of the user's own, a condition on values) raises Uncertain.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@
 The truth is written out here in plain torch: the unmodified model, the whole global batch, AdamW, clipping.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -5,6 +5,4 @@ imports alone may take a minute there. pytest's own limit of a test (``timeout``
 what hung is named. A test whose subject is a short limit gives that number a name.
 """
 
-from __future__ import annotations
-
 HANG_SECONDS = 300.0

@@ -1,7 +1,5 @@
 """Hold the shares of microbatches against the model itself on the whole global batch, in one process and float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

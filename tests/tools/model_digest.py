@@ -4,8 +4,6 @@ Written as pickle writes it (nothing is ever read back). What has no certain for
 generator, an object that defines its own pickling.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import math

@@ -3,8 +3,6 @@
 The same seed gives the same mutants, whatever Python does with hashes.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import resource

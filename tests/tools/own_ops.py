@@ -1,7 +1,5 @@
 """Ops of a user's own, with rules, and a model of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

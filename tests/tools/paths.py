@@ -1,7 +1,5 @@
 """Where the repository, the oracles and the goldens lie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,5 @@
 """Every kind of schedule over pp × vpp × microbatches × group sizes, and one of them run under NCCL's rules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta

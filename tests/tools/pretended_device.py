@@ -10,8 +10,6 @@ own (``Elsewhere``). Not shown here: which numbers are drawn, since Python canno
 draws take one of the host; how ranks meet and compare their weights, as there is one; what asks for "cuda" by name.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping

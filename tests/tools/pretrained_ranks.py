@@ -1,7 +1,5 @@
 """What the ranks of test_pretrained run: small Hugging Face models, in and out of directories."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Single ops with random cuts under discussion, for the property tests of the rules."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from random import Random

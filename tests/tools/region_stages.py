@@ -5,8 +5,6 @@ x = x + sign · region        where the region gives ``sign`` too, in front, and
 x = x + region(x, side)      where nothing that the region reads has a gradient
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple

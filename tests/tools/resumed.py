@@ -1,7 +1,5 @@
 """What ranks run to save and to resume; each job returns what a test compares, from every rank."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What autograd really keeps of a stage module: ranks as threads, under the hooks of saved tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

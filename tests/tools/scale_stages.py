@@ -3,8 +3,6 @@
 loss = Σ over microbatches m and elements of 2^stages · (m + 1)        gradient of each weight = loss / 2
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Schedules by hand: forwards alone, an order of both directions, and orders that are drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from random import Random

@@ -1,7 +1,5 @@
 """What ranks run to score a batch and a text, and the same by definition in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil, prod

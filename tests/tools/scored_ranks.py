@@ -4,8 +4,6 @@ What a stage sends its successor gets as it is, as chunks of one rank hand it ov
 threads than one of pp 1. The sum over all ranks, which the runtime takes, is taken here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

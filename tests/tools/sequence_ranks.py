@@ -4,8 +4,6 @@ What ranks exchange is then plain torch over the list of their tensors, so that 
 the proof of every gradient: nothing is trusted but the calls themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

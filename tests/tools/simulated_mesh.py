@@ -7,8 +7,6 @@ A model is built twice by the same function: what is planned and what is compare
 microbatch for each dp rank. Gradients are added up here as the plan says that they are to be.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ What a rank gets of a value, and of the gradient of a result, follows from its t
 A right rule and a right localisation give results, and gradients of the inputs, that are typed the same way.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

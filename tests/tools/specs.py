@@ -2,8 +2,6 @@
 of what is wrong with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages of a captured program, computed in turn in one process as ranks would: their loss is that of the whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

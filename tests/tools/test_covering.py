@@ -1,7 +1,5 @@
 """A covering array has every pair that its cases have, in fewer cases, whatever their order."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import pytest

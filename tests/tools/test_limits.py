@@ -1,7 +1,5 @@
 """No test has a limit of its own for what hangs: all of them know one number, and pytest's own limit is longer."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The rules themselves: what they hold up, and what they let pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

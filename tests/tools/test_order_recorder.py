@@ -1,7 +1,5 @@
 """The recorder's findings, on records made by hand and on a group of one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The harness of the rules' property tests sees a typing that is wrong by one kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

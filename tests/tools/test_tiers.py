@@ -1,7 +1,5 @@
 """The tests that a tier leaves out: cases, and in `make test` of functions those marked `thorough` alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

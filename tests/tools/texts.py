@@ -1,7 +1,5 @@
 """Small texts as tokens, made by hand: one id a byte, sentences end with a full stop, words with a space."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -11,8 +11,6 @@ one. The parts of a layout are its sizes of axes: cp 2 · tp 2 has cp 2 and tp 2
 Drawn examples (tests/tools/examples.py) are fewer in the first two. Without the option, pytest runs every case.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -6,8 +6,6 @@
 Parameters have all their names, also of weights that are tied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ It is read, never kept: of an installed package (which is not imported), of a fo
 variable names, or of a wheel that pip fetches into a temporary folder.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

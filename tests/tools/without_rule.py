@@ -1,7 +1,5 @@
 """Calls of a program that carry a gradient and have no rule: every rank computes all of them."""
 
-from __future__ import annotations
-
 from passes.partition.typings.table import has_rule
 from passes.program.program import Program
 from passes.program.source_lines import where_of

@@ -8,8 +8,6 @@ A message is any string that is not a docstring and has three words in a row. A 
 counts as a word.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -1,7 +1,5 @@
 """The tokens that a rank of cp holds, one by one."""
 
-from __future__ import annotations
-
 from passes.partition.sequence.facts import rows
 
 

@@ -8,8 +8,6 @@ graph has more terms in a sum, or more pieces in a concatenation: the first ones
 ones is noted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ that could mix it (passes.partition.batch.mixing). Before the loss, an op that m
 result counts as rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

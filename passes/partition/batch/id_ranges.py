@@ -13,8 +13,6 @@ Rows that a forward looks up by numbers of its own, such as positions, must be t
 needs length ≤ n. No batch holds these numbers, so no check of a batch finds them, and the shapes alone are fine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod

@@ -19,8 +19,6 @@ Rows that are sorted and come back in order (passes.partition.batch.restored_ord
 Numbers of a batch in another order are those of other sequences: a microbatch would compute other values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any

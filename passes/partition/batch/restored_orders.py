@@ -10,8 +10,6 @@ Each pair of token and choice gets what it would get alone, wherever ``ids`` hol
 Shown call by call: an order with another reader, such as a limit on the rows of an expert, is none of these.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress

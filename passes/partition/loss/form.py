@@ -4,8 +4,6 @@ It is enough if no op between the last weights and the loss has a number or a co
 none runs over the batch except one sum, mean or cross-entropy over all tokens: the plain loss of a language model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 

@@ -11,8 +11,6 @@ A value may be made of a part of the microbatch: one sequence, or a chunk. Once 
 summed or concatenated, the result is a value of the full microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

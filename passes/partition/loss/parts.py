@@ -10,8 +10,6 @@
 For sequences one by one the second graph must have as many more terms as it has sequences, alike again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction

@@ -14,8 +14,6 @@ of the global batch. float16 ends at 65,504, and bfloat16 takes 1,000,003 tokens
     scalars made of these         → the same ops, in float32
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ turns an ignored label into a real one, leave places unchanged.
     pad(labels, [0, 1])[:, 1:]    [[b, c, fill]]   places [[1, 2, -1]]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from operator import getitem

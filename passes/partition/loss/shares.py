@@ -22,8 +22,6 @@ sequences of a batch before the loss is reported too: no share can correct it.
 Leaves:  a graph with one placeholder for each count, and a second graph that computes the counts of one microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from operator import getitem

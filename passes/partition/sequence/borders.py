@@ -9,8 +9,6 @@
 Whether that is enough, and a document is computed as if alone, a trial says (passes.partition.sequence.crossing).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

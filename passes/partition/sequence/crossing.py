@@ -9,8 +9,6 @@ A trial runs ops on numbers, three times (passes.partition.sequence.three_runs).
 documents while they stay in the loss: means, balancing losses. Masks and integers made of positions, say, are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod

@@ -22,8 +22,6 @@ So a sharded sequence keeps its length: rows of tokens that are left out are com
 reduction. The ops from the slice to there must work row by row; otherwise the slice stays, and is refused later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any

@@ -5,8 +5,6 @@ Zigzag: of 2·cp equal chunks rank r holds r and 2cp−1−r, in that order. The
 and the half of their own: causal attention is 2cp−1 chunks and two halves on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -15,8 +15,6 @@ Every rank computes what leads to that product in full. The rows of a sample are
 (passes.partition.batch.mixing); the first dim of them is the sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
 

@@ -6,8 +6,6 @@ Gathered and kept, keys and values of the full sequence would be as large on eac
 were repeated for the heads that read them (reshape, expand, reshape) are not: each is read by its group of heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

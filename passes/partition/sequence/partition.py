@@ -15,8 +15,6 @@ tril, triu             a comparison of the places of rows and columns
 one token              where(it is that token, x, 0), summed: other ranks have zeros
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod

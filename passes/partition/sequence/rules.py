@@ -12,8 +12,6 @@ A sequence is split into 2·cp chunks, and a rank holds two: a rule for 2·cp ra
 that a rule shards along a dim depends on the order of its elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

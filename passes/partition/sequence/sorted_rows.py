@@ -16,8 +16,6 @@ these calls, and no others, may be computed of a rank's pairs of token and choic
 An order is that of one rank: no other op may read values that count rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

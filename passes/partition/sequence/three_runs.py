@@ -7,8 +7,6 @@ are rows of tokens are drawn too, by the document of each row, so that no produc
 documents repeat, document 2 has the numbers of document 1 in run 0, small and positive, for recurrences and roots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -17,8 +17,6 @@ own.
 Weights of such an op have partial gradients as all others: a rank's come from the results of its own tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from math import prod
 

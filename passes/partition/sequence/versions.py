@@ -14,8 +14,6 @@ a slice.
     V(dim)   of each sequence the rows at one position       R   of all positions, computed anew or kept so far
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 

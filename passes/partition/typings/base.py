@@ -7,8 +7,6 @@ always admitted (all-R except for a user's own backward that is not linear); a r
 candidates to its output, and from its output's back to its inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum

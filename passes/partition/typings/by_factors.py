@@ -7,8 +7,6 @@ own backward     y[.., i/tp, ..], .. = f(x[.., i/tp, ..], w): w, which every par
 A cut of a dim is carried as a whole, with its segments and its padding, where one factor is all of the dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

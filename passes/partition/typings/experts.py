@@ -7,8 +7,6 @@ dispatch_tokens and combine likewise, of tokens: each tp rank has the sums of th
 return_slots likewise, of slots. share: a weight that experts share, R → R; own_slices likewise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from passes.moe import exchange

@@ -8,8 +8,6 @@ split, it is carried by the factors:
 [hq + hk + hv]              seen as [heads_q + heads_k + heads_v, d] the segments are counted in larger elements
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from itertools import accumulate, pairwise

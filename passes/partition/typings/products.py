@@ -15,8 +15,6 @@ scaled_dot_product_attention(q[b,h,s,d], k[b,g,t,d], v[b,g,t,d], mask), by heads
     shared key heads   q sharded by heads, k and v replicated (R): fewer than ranks, each picks those it reads
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 

@@ -16,8 +16,6 @@ classes      logits cut on the class dim, padding masked; ranks exchange per tok
              exponentials and the target's logit (Megatron-LM paper, section 3); the result is I
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

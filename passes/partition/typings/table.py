@@ -1,7 +1,5 @@
 """The rule table: a small file a family of ops, each with the ops that it covers; this file joins them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -6,8 +6,6 @@
 Read from PyTorch's schemas and tags; the two tables of names below hold the facts that these lack.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ PyTorch's own op also returns log_alpha [b, t, 2 · longest target + 1], with a 
 backward reads that. Here the backward recomputes log_alpha. Both lengths are data.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

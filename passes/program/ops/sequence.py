@@ -16,8 +16,6 @@ gradient to its places among zeros, and the ranks' gradients of the full value r
 gathers keys and values, and again in its backward, so that no rank saves those of all tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

@@ -14,8 +14,6 @@ Writes are read off the exported graph before it is made functional, while they 
 sets on its tensors are found while it is exported (planner.capture.gradients.python_side).
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping

@@ -17,8 +17,6 @@ trials run a backward while planning: after it, on a torch built for CUDA, a for
 (launchers here start processes that have not planned).
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -14,8 +14,6 @@ query attends to. So blocks that were given by hand have to agree with the mask_
     score_mod             the scores, each changed by it: PyTorch's own implementation without a kernel
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ a copy would lose, are captured like the rest. Exchanged are parameters, buffers
 not on the CPU; a plain attribute with values stays, a constant of the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise

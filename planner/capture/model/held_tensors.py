@@ -9,8 +9,6 @@ a tensor of the model (planner.capture.model.exchange). A tensor that requires a
 refused with the user's line: the optimizer would not update it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ peft decides what an adapter's files hold, and how each method is merged. So its
 the meta device, and run on the values of a few tensors at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

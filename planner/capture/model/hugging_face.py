@@ -4,8 +4,6 @@ Code that lies beside the config (``auto_map``) or in a repository is never run,
 up in the network: all that counts is in the directory.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

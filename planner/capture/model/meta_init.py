@@ -10,8 +10,6 @@ Freed memory is returned to the system (``give_back_freed``): glibc keeps pages 
 and a step allocates large pieces, which fit into few of these gaps.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from collections.abc import Callable, Iterator

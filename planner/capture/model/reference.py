@@ -15,8 +15,6 @@ An adapter's values are those of one process that seeds, loads the base and call
     base without files            drawn; then the adapter from the next seed
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -19,8 +19,6 @@ always below 1: at probability 0 (or 1) the answer is known, and so is the branc
 (``torch.rand(1) > 0.0``) is true of all but one in 2^24: an assumption of the plan.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -10,8 +10,6 @@ read values (``if not is_tracing(mask) and mask.all()``), the capture is repeate
 line, which is reported.
 """
 
-from __future__ import annotations
-
 import builtins
 import itertools
 import sys

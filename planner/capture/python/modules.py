@@ -10,8 +10,6 @@ constants is the same whether it is computed once or in each step. Any other one
 batch) is frozen by one process at its first call, and refused.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import sys

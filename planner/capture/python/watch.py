@@ -6,8 +6,6 @@ Python's random numbers and clocks (planner.capture.python.draws), and the model
 (planner.capture.python.state).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any

@@ -8,8 +8,6 @@ raises, the branch depends on data, and is refused at its line. Questions asked 
 callers, have one answer.
 """
 
-from __future__ import annotations
-
 import dis
 import os
 import sys

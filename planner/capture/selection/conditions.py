@@ -3,8 +3,6 @@
 if not (ids < n).all(): raise …          the number of all(ids < n), of ids, is 1
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple

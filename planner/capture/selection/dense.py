@@ -10,8 +10,6 @@ Both are equal if the ops between reading rows and writing them back (or adding 
 alone, and if no unselected row makes a gradient NaN (planner.capture.selection.space). All else is refused by line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from operator import getitem

@@ -9,8 +9,6 @@
 A microbatch then computes what the batch does. It is so if each sequence has n positions: a host checks each batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any

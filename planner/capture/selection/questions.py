@@ -13,8 +13,6 @@ rows of drawn batches, the forward is exported again with its value known (passe
 checks each batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -9,8 +9,6 @@ or attends with a neutral mask is its operand. Where that does not get through, 
 drawn batches, forward and backward, with the mask set to false.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any

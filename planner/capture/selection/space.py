@@ -16,8 +16,6 @@ Its integers may name no place either, as labels of -100 that a mask leaves out:
     w[labels], gather(labels), one_hot(labels)   →   … where(selected, labels, 0) …
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

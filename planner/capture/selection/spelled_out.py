@@ -12,8 +12,6 @@ ctc_loss(p, labels[mask], …, mask.sum(-1))                     ctc_losses(p, t
 reduction = mean                                               (losses / target_lengths.clamp(min=1)).mean()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import getitem

@@ -9,8 +9,6 @@
 The count of a mask of inputs is known of each microbatch, so that a loss of several is divided by that of them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any

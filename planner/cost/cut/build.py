@@ -7,8 +7,6 @@ gather before them               gathered again beside the gradient of the value
 everything else                  the rank waits
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

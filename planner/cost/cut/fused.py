@@ -13,8 +13,6 @@ In registers nothing is dear: only products, random draws and exchanges are, and
     m out → end     an op of the piece saves m
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

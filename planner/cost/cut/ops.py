@@ -7,8 +7,6 @@ the rest    bytes: forward operands and results; backward the gradient, saved te
 a view      nothing
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from math import prod

@@ -9,8 +9,6 @@ peak of a rank       along its actions, as long as its memory still grows
 messages             those received for the next action, and those just sent
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ once        with reshard: false the gathers of a step are spread over its microb
 Units that several blocks read are gathered with the first of a stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ each text stands out from each surface, each shape from the page (WCAG 2.2: 4.5 
 are pastel in both, with one dark text colour and an edge.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

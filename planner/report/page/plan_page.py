@@ -4,8 +4,6 @@ The schedule as a chart, of which a long one is cut; memory of each pipeline ran
 of each axis, as bars.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A model's tokenizer with its chat template: the text and the tokens that generation would see."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The options of ``meshwright prepare`` for instruction data: rows of conversations, or of prompts and answers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, Literal

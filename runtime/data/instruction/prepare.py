@@ -1,7 +1,5 @@
 """Rows of conversations become one token file of samples with labels, with the files of their tokenizer."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ ones, if what stands around them is, to the letter, what marks found around the 
     frame      <|assistant|> … <|end|>             of <|assistant|>yes<|end|>, so "no" stands in <|assistant|>no<|end|>
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence

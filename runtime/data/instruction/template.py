@@ -7,8 +7,6 @@ another way, so a template that prints all it sees is rendered in both ways firs
 through `apply_chat_template`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -22,8 +22,6 @@ Within a block of pieces (runtime.data.objectives.samples) the longest goes firs
 room that takes it (best fit, decreasing): the order depends on nothing but the sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -6,8 +6,6 @@ The files that a source names, in an order that does not change, and the rows of
 directories of the library ``datasets``, one after another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sysconfig

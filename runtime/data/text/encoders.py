@@ -5,8 +5,6 @@ Token i is byte i, without a tokenizer or a download. Special ids are control by
 document and pads, 1 classifies, 26 masks, 28 separates.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

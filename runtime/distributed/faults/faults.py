@@ -7,8 +7,6 @@ The first failure in the store is the cause of all others. An error that only re
 moment for that failure; without one, it names ranks with a dead process or a stuck main thread.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ beside planned: by category and by action. Of each pp rank the one rank that hel
 of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict

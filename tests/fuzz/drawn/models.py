@@ -1,7 +1,5 @@
 """Models that are drawn: decoders, encoders, encoder-decoders and vision models of every usual make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 b: sequences, s: positions, h: width, n: heads, k: key heads, d: width of a head, e: experts
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

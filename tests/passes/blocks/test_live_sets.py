@@ -1,7 +1,5 @@
 """Which values cross a cut: enough for every later stage and none too many; what is cheap is recomputed, not sent."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

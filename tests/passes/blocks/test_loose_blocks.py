@@ -1,7 +1,5 @@
 """Blocks and stages of models whose layers are no modules that are called."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

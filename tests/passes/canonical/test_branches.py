@@ -1,7 +1,5 @@
 """Equal branches over slices, and heads one by one, become one batched op that computes the same; others are left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Many spellings of one idea are one graph; every case also computes the model's loss and gradients (tests.tools)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

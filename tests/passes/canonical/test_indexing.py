@@ -1,7 +1,5 @@
 """Indices of known runs are slices, writes into parts are concatenations, equally long bags are written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expecttest import assert_expected_inline

@@ -1,7 +1,5 @@
 """What moves elements has few names: reshape, permute, slice, split, cat; each case computes what the model does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks that say nothing new are dropped, all others stay; what each row of a mask allows, or nothing is claimed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Spelled-out RMS norms become aten.rms_norm where that is the same formula, to the last bit on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

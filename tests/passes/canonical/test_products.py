@@ -1,7 +1,5 @@
 """Products and losses in one spelling each; every case computes what the model does."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

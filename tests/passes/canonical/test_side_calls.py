@@ -1,7 +1,5 @@
 """Tables that a loop over kinds makes stand in one order; a branch on a draw is captured where it cannot change it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A gradient that every reader stops is stopped before what it would flow through; each case computes the same."""
 
-from __future__ import annotations
-
 import pytest
 from expecttest import assert_expected_inline
 from torch import Tensor

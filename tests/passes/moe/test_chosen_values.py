@@ -1,7 +1,5 @@
 """Weights and masks of a loop's branches are read off the choices; one index of a dim is seen in every op."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ That the record is right is shown by numbers: change expert e's part of each wei
 change are those of the tokens that chose e.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

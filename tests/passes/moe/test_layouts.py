@@ -1,7 +1,5 @@
 """Layouts follow what calls do to the index of a token, an expert and a feature."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

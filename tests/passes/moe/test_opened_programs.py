@@ -13,8 +13,6 @@ All ranks of ep run at once. A value is one for all of them, but for those of a 
 The calls between are run for each rank. Dropout is a function of its input here, so that it is the same in both.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plan says which layers hold experts, and that they are cut as other matrices are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts along a dim are exchanged from where they lie to where they go: no copy beside the message."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The collectives between types: each turns a value and its gradient from one type into another."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

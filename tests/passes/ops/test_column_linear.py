@@ -1,7 +1,5 @@
 """Products behind an f or a gather, as one op: the same numbers, exchanges start before the weights' gradients."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks of cp exchange, and their causal attention, against one process that has the whole sequence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers by name: the published ones, the right share of zeros, none twice, the same for any part of a value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Attention within documents is that of its mask, whatever the mask is; blocks are as large as documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens go to their experts and come back as in the oracle, and as in one process that holds every expert."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

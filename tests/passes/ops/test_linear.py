@@ -1,7 +1,5 @@
 """A product whose weight has a place: the same gradients, added where they belong, at once or when it is asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

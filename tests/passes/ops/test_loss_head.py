@@ -1,7 +1,5 @@
 """Scores of targets on logits cut over the vocabulary are those on whole ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Rows of experts with axes of their own: the host waits once a layer, and all experts are multiplied in one call."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms over features that are cut, against the same on whole tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

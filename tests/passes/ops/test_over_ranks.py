@@ -1,7 +1,5 @@
 """Softmax, log-softmax, logsumexp and gather over a dim that is cut, against the same on whole tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Slots go to their experts and come back as in the oracle; where tp does not divide them, as in one process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens that go once to a rank, or first once to a node, give what one process computes; and no more leaves a rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """All documents in one call of a kernel for segments: attention of the mask, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vocabulary-parallel embedding and cross-entropy against the same on whole tensors, and against the reference."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The handle of weight gradients: what is put aside runs once, in its order, under its key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What is made of constants alone, and its value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

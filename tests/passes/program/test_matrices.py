@@ -1,7 +1,5 @@
 """Hidden matrices are found by structure, and fused weights as the model cuts their results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

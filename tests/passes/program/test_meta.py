@@ -1,7 +1,5 @@
 """What nodes carry is listed in one place, and written by capture and placement alone."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Walks over a small graph: two branches that meet."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Dims of rows that calls keep or mix; where something is zero because something else is, and where it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

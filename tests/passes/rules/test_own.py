@@ -1,7 +1,5 @@
 """Rules of a user's own ops: read, counted, tried on an example; each mistake is one error at the line of the rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

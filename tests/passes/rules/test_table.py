@@ -1,7 +1,5 @@
 """Every rule on numbers: each factor cut in parts, by values and gradients. Every op of the table has an example."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Collection

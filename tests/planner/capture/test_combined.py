@@ -1,7 +1,5 @@
 """combine(): the names of its models, its frozen ones, and its errors."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models with flex_attention compute what the same attention written out computes, in each layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

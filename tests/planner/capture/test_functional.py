@@ -1,7 +1,5 @@
 """Writes in place become new values: the graph computes what the forward does, and its gradients, without any write."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

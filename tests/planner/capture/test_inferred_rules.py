@@ -1,7 +1,5 @@
 """Rules by trial: what they claim of the ops that have rules is in these; ops of users' own; what cannot be tried."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Attributes of PyTorch are replaced by one list of interceptors, and come back whatever happens."""
 
-from __future__ import annotations
-
 import ast
 import types
 from collections.abc import Iterator

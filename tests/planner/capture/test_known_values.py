@@ -1,7 +1,5 @@
 """A branch may ask of values that a forward makes of constants, with what was written into them before it asks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Losses by ops that have no rule: written out if known, else refused, as nothing says how they add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that name places in memory become views of tensors, equal on every layout, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loss is found in whatever a forward returns: dataclasses, mappings and objects that export does not know."""
 
-from __future__ import annotations
-
 import copy
 from collections import UserDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models that a forward could tell apart have different digests; what has no certain form has none."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

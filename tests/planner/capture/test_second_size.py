@@ -1,7 +1,5 @@
 """A capture at another batch size is for its graph alone: one forward, since the first capture settled the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

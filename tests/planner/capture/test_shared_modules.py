@@ -1,7 +1,5 @@
 """Two attributes of a model are one module: export then runs stand-ins of its modules, and all checks still hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors of a user's own classes, whatever they derive from and whatever their words do, are one message each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

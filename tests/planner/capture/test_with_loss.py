@@ -1,7 +1,5 @@
 """A model with a loss of the user's is the model in all but the call: its names, attributes, hooks and lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups on links, and seconds of collectives, beside closed forms and bounds."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 

@@ -1,7 +1,5 @@
 """A cluster file: what is read of it, and what is wrong with it, all at once and each with its line."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

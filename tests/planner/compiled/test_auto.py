@@ -1,7 +1,5 @@
 """`compile: auto`: on for clusters of GPUs without graphs, with fused norms; the plan has key and decision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

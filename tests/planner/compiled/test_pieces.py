@@ -1,7 +1,5 @@
 """Which runs of ops the plan compiles: cut at products, collectives, draws; equal ones of all blocks share one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes beside a process's tensors: by hand, in a plan's rows, and in what a search takes to fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from planner.cluster.cluster import Cluster, read_cluster

@@ -1,7 +1,5 @@
 """Estimates of layouts beside the full plans of these layouts, their lower bound, and cores that processes share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

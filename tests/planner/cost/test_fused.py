@@ -1,7 +1,5 @@
 """What compiled pieces save, the cut of least bytes, and move, one kernel each way: counted by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CUDA graphs in a forecast: the host launches one graph in place of the kernels inside of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

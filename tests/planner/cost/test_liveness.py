@@ -1,8 +1,6 @@
 """What lives at once in a forward and in a backward, beside the storages that really live: of one process, so that no
 message is under way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

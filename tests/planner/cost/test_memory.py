@@ -1,7 +1,5 @@
 """Bytes of a rank: each category of a plan by formula, and what the allocator reserves."""
 
-from __future__ import annotations
-
 from math import ceil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Model FLOPs of a step, the range of its seconds, and the figures of two papers beside the forecast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

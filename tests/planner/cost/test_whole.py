@@ -1,7 +1,5 @@
 """Bytes in shards by formula: parameters, gradients and moments of a rank for each ``zero``; full ones for a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work of a cut, without a new capture: for another size of a microbatch, for a deeper model; its lower bound."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

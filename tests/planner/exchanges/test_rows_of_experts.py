@@ -1,7 +1,5 @@
 """The rows of exchanges of experts: what a rank sends over ep in a microbatch, by formula."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import ceil
 from typing import Any

@@ -1,7 +1,5 @@
 """The names that a plan on disk may hold are those that are written, and no others."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from enum import Enum

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, beside which anything may lie."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import suppress

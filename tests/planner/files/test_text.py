@@ -1,7 +1,5 @@
 """Only regular files of text are read, as far as their limit, and never waited for; JSON within limits."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

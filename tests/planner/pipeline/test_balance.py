@@ -1,7 +1,5 @@
 """What stages cost: contiguous ranges with the least largest sum, and a last one without a block where it is less."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """A schedule by hand: ``pipeline.schedule`` of a spec as a text, or the name of its file."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, replace
 from pathlib import Path

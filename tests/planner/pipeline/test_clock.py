@@ -1,7 +1,5 @@
 """The clock beside the rule itself, and its fast runs of a pipeline beside planner.pipeline.simulate, also with W."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

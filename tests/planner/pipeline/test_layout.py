@@ -1,7 +1,5 @@
 """Layout strings and uneven splits: the oracle's cases, what other ways of saying it mean, and where errors point."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What each link carries: the links of a pipeline, one order at both ends, and the error where the orders differ."""
 
-from __future__ import annotations
-
 import pytest
 
 from passes.errors import PlanError

@@ -1,7 +1,5 @@
 """Static buffers of messages: none is written while somebody may read it, and few serve any number of microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import networkx as nx

@@ -1,7 +1,5 @@
 """The place of an action in its schedule: a window of the grid, with the action marked."""
 
-from __future__ import annotations
-
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Pipeline schedules: the oracle's orders, refused sizes, simulation, and the text, JSON and SVG forms."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter

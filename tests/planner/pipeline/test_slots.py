@@ -1,7 +1,5 @@
 """Slots: a buffer serves one microbatch at a time, and how many there are does not follow the microbatches."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of weights as actions: where zero_bubble puts them, what it gains and holds, and wrong lists by hand."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

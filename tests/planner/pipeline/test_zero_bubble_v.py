@@ -1,7 +1,5 @@
 """Two chunks a rank in a v: how long ranks wait and what they hold, by equal costs and by any, and wrong sizes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 

@@ -1,7 +1,5 @@
 """The cost of one parameter in each style: the plan's own is the cheapest, and impossible ones say why."""
 
-from __future__ import annotations
-
 import pytest
 
 from passes.errors import PlanError

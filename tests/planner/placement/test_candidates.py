@@ -1,7 +1,5 @@
 """The cuts under discussion: rules carry them until no rule names a new one, forward and backward, over blocks too."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose placement once failed: weights made by adapters, ops along a dim of a number, rows of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

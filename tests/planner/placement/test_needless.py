@@ -1,7 +1,5 @@
 """Nothing is computed whole that can be cut: the share of FLOPs, the exchanges, and numbers equal to one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

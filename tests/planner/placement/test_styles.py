@@ -1,7 +1,5 @@
 """Every override of every layer is planned, and then equal to one process, or refused with what it can be instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

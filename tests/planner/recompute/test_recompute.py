@@ -1,7 +1,5 @@
 """Which blocks are recomputed as the spec asks, and what a block of GPT-2's size keeps."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

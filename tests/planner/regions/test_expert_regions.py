@@ -1,7 +1,5 @@
 """Blocks with experts: what a graph captures ends where rows leave, or meet the first weights of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

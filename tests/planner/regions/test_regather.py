@@ -1,7 +1,5 @@
 """Which gathered values are gathered again: those that products with weights alone read, inside one region or none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention and the rest of a block, found by what computes scores; what crosses their borders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

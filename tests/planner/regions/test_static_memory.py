@@ -1,7 +1,5 @@
 """The slots of graphs as rows of the plan: how many, for which microbatch, and the bytes that they hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which gradients of weights can wait: the plan names those of the products that the lowered graphs have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Differences of two plans: nothing of equal ones, of others every field that was changed, in its place."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Folding names: ranges that read back to exactly the rows that went in."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

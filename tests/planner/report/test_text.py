@@ -1,7 +1,5 @@
 """What a plan says to a person: deterministic text, nothing left out, YAML."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """The chart of a schedule: all there, to scale, and readable in print, in the dark and at 64 microbatches."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Plan files that were made to do harm, or changed at random: each is one error, and nothing in it runs."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A plan saved as .pt is the plan on every rank that loads it: its tables, lowered stages, and losses to the bit."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

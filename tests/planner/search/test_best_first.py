@@ -1,7 +1,5 @@
 """The best layouts are those of plain enumeration, whatever the cluster, the model and the pins."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """A folded model decides and costs what the whole one does, block by block."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a search cannot do is one error: what, at which line of the spec, and what helps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

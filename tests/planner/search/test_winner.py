@@ -1,7 +1,5 @@
 """The spec that a search writes says the layout, keeps the user's other keys, and searches nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

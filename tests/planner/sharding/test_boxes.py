@@ -1,7 +1,5 @@
 """Runs of rank's parts as boxes of the whole tensor: whatever the cut, each element lies in exactly one."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

@@ -1,7 +1,5 @@
 """Which parameters share a buffer, in which order and precision; moves of weights in shards, boundaries of stages."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step exchanges over each buffer: zero 0 and 1, sums over tp and over the stages of a tied weight, the norm."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts with axes of their own: which ranks hold, count and share what, and that a saved plan still knows it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Every element of every matrix goes to one home and comes back; work is even, also where shards cut matrices."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank holds of a parameter: the row and the cut say the same, each element counts once, sums over the right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from math import prod

@@ -1,8 +1,6 @@
 """What is wrong with a spec: each error with its line, the nearest key or value, and a fix; more of them at once, and
 what keys say against one another: test_several_errors.py."""
 
-from __future__ import annotations
-
 import pytest
 from expecttest import assert_expected_inline
 

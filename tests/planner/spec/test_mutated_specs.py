@@ -1,7 +1,5 @@
 """Whatever is done to a spec, it loads or is one PlanError: no traceback, no hang, no memory spent."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

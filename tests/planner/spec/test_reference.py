@@ -1,7 +1,5 @@
 """specs/reference.yaml: every key of the models, with its default and its meaning, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """The JSON schema of a spec: it allows what the planner allows, and explains every key."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

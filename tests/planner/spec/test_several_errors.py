@@ -1,7 +1,5 @@
 """All that is wrong with a spec comes at once, in the order of its lines; of very many errors the first are shown."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The spec: what it means, and one clear error with a line for everything that is wrong with it."""
 
-from __future__ import annotations
-
 import pickle
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a file of a spec may hold: keys given twice, YAML that is no spec, files that cannot be read. One error each."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

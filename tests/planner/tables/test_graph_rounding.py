@@ -1,7 +1,5 @@
 """The plan warns where Transformer Engine's graphs round gradients of weights before they are added."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every parameter is listed with its style, its cut and the reason; sizes that prevent a cut are errors or warnings."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives, buffers, memory, diagnostics and JSON of whole plans; attention within documents."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """On a cluster of GPUs attention and norms are counted with their kernels, and spelled-out norms are remarked on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

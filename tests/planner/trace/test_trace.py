@@ -1,7 +1,5 @@
 """What the trace of a stage says is kept, beside what autograd keeps of the lowered stage: to the byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

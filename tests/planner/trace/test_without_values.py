@@ -1,7 +1,5 @@
 """Ops of lowered graphs, run without values and without ranks, save what autograd saves, and make no large matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """An audited run is stopped at the step in which the user's module computes otherwise; equal ones train as without."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `calibrate`: bad input before anything is measured, and one real file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From measured seconds to a cluster file: what is put in comes out again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Adapters of peft in and out of engines: the bytes of its files, merges, and adapters that do not fit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """A directory is replaced whole, or file by file where it must stay itself; after errors, crashes and kills."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

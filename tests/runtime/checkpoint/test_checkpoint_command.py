@@ -1,7 +1,5 @@
 """`meshwright checkpoint`: saves listed, verified, and exported as `save_pretrained` would have written them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

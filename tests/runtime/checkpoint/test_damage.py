@@ -1,7 +1,5 @@
 """Saves that are damaged, mixed or foreign: refused with the name of the file, and the engine is as it was."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

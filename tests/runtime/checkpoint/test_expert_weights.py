@@ -3,8 +3,6 @@
 "stacks": a Mixtral. "a loop": each expert has parameters of its own.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saves that cannot be written, are killed or take long: one error on every rank, whole saves, and training goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

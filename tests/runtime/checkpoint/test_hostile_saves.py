@@ -1,7 +1,5 @@
 """Saves that somebody has made by hand: whatever they say, one error; no traceback, no wait, no memory."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """From files of the Hub through three steps and back, for families whose files hold other tensors than the model."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Files of the Hub that hold other tensors than the model: read by parts, against transformers' own loading."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``meshwright export`` and ``import``: Hugging Face directories to saves and back, in one process, in buckets."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

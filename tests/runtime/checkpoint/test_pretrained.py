@@ -1,7 +1,5 @@
 """Hugging Face directories in and out: the weights of one process from any layout, bitwise, and nothing by half."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Hugging Face families into engines and out again: one process, four ranks, the command line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights that are stored in FP8 and FP4, against references of the published formats, and those that do not fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A save of one layout is loaded by another, and by the next: every value to the last bit, and the next five losses."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a save holds beside weights, in one process: the loss scale, counts of updates, a first step, frozen models."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

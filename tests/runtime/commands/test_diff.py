@@ -1,7 +1,5 @@
 """`meshwright diff`: two saved plans, or two specs of one model; bad input is one message and exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`meshwright evaluate` and `generate`: what they print is what the model itself finds; bad input is one message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

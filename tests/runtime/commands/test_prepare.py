@@ -1,7 +1,5 @@
 """The command prepare: what it makes of texts, what it says, and that bad input ends in one error and no file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The command prepare on conversations: samples with labels, in a file of its own version, and rows that are bad."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

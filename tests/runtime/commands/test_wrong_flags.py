@@ -1,8 +1,6 @@
 """Each option for metrics, callbacks, validations, logs, schedules by hand and pairs, wrong in several ways: one error,
 exit code 2, no traceback, and before the model is captured."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiled functions: equal pieces share one, what fails runs op by op and is told, evaluations run op by op."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pieces between the products of experts: one function for any number of rows, which the routing changes each step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled pieces in recomputed blocks and captured regions, their roundings, and how long ranks wait for compilers."""
 
-from __future__ import annotations
-
 import gc
 from datetime import timedelta
 from typing import Any

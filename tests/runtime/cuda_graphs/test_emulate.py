@@ -2,8 +2,6 @@
 The same of ``impl: local``: its calls of torch.cuda on recorded graphs here, CUDA's own on a GPU.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

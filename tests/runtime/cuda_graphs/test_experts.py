@@ -1,7 +1,5 @@
 """Graphs up to where rows leave for experts give what eager steps give; the host waits for the routing behind them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

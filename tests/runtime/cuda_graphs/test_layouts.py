@@ -1,7 +1,5 @@
 """Graphs on several ranks give what the same layout gives without; parameters are there before a replay reads them."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

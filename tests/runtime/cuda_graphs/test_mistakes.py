@@ -1,7 +1,5 @@
 """Mistakes that a GPU would not report show as numbers, each as a mutant of ours."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A recorded graph does what a CUDA graph does: the same ops at the same addresses, whatever became of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rules of Transformer Engine's make_graphed_callables: what it would refuse, or accept and handle wrongly."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

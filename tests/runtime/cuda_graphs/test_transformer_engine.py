@@ -3,8 +3,6 @@
 Its code runs on a CPU, with graphs that are recorded op by op (tests.tools.recorded_graphs); nothing of it is kept.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

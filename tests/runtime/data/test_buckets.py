@@ -1,7 +1,5 @@
 """Batches of several lengths: every document once an epoch, in the shortest sequences that hold it; mixtures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

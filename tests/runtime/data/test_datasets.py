@@ -1,7 +1,5 @@
 """Streams of the library `datasets`: their states are positions, and a resume is bitwise; directories with splits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

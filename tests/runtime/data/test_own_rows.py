@@ -2,8 +2,6 @@
 So with a loader and a sampler of the user's own (examples/own_data.py).
 """
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ``--data`` names: bytes of files, each a document; its held-out end; ids that the model has no row for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams of the user's own: packed or taken whole, found again after a resume, ended and refused on all ranks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The global batch of a step: the same wherever it is asked for, each sample once an epoch, fed by role, made ahead."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

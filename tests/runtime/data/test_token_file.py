@@ -1,7 +1,5 @@
 """Token files: what was written is read, whatever the text; what is damaged is told in one error, and never crashes."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """A rank that fails ends by itself, whatever it has under way, and so do its peers: long before the groups' timeout."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The table of environments: which rank this is and which device is its own, or one clear error."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

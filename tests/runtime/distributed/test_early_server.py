@@ -1,7 +1,5 @@
 """Ranks of a command are forked from it as it was at its beginning, if they need nothing that it imported later."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import subprocess

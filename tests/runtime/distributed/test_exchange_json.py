@@ -1,7 +1,5 @@
 """Values go from rank to rank as JSON: nothing that a rank receives is unpickled."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import replace

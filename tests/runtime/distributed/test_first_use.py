@@ -1,7 +1,5 @@
 """Every communicator is used once before the first step, in an order that no mesh gets stuck in; and the links."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

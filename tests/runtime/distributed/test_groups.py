@@ -1,7 +1,5 @@
 """Process groups over a mesh: members, embedding groups, links, and the errors of the first meeting."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import timedelta

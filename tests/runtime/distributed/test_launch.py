@@ -1,7 +1,5 @@
 """Local ranks start with torchrun's environment, hand back results, and end together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A run on one host listens on its loopback alone."""
 
-from __future__ import annotations
-
 import os
 import socket
 from datetime import timedelta

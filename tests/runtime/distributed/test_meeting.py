@@ -1,7 +1,5 @@
 """The meeting before any group: one verdict, or one error on every rank that names the ranks."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

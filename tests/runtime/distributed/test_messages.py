@@ -1,7 +1,5 @@
 """What ranks tell each other with an update: another batch on one rank is one error on all, a slow rank is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

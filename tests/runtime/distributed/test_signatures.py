@@ -1,7 +1,5 @@
 """With a secret, values that nobody else can have written: others are one error that names whose they are."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A signal ends a loop of steps after the same step on every rank; one to the launching process reaches the ranks."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """The token chosen from a row of logits: the greatest, or a sample with the probabilities of the softmax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 a spec by their roles.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases that ``tests.fuzz`` found once, as small as they failed, are equal to one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases of drawn models equal one process; a planted fault is found, shrunk and runs again from its file."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Cases of the user's own model: what the spec writes stays, all else is drawn; what cannot be begun is one error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

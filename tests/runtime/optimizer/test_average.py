@@ -1,7 +1,5 @@
 """The running mean of the weights: the formula of one process, in any layout; put in their place and taken back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

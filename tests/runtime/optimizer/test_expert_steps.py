@@ -5,8 +5,6 @@ Gradients are made up: of each element a rank has what its own microbatches and 
 the sums that the plan asks for, and no others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Products add their weights' gradients into the buffers, at once or in a W; a W that is wrong is caught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The executor on two stages of one rank: gradients, random streams, memory and errors."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

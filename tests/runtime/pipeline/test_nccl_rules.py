@@ -3,8 +3,6 @@
 The table of cases and mutants: ``python -m tests.tools.pipeline_cases``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Messages between stages: order, layout in memory, receives that are posted ahead, sends that nothing waits for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

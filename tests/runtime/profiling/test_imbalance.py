@@ -1,7 +1,5 @@
 """Rows of experts beyond the mean: in the forecast of the fullest rank, in the plan's cost, and in a warning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the plan predicts is what ranks hold, and the command says so."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One trace of what all ranks did: every action of the plan once a step, in its order, planned beside measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The figures of a run in files: a log that a resumed run goes on in, TensorBoard, and a picture of the loss."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import fields, replace

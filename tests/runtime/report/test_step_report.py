@@ -1,7 +1,5 @@
 """What a plan warns of is said once where the Engine is made, and only on rank 0."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from types import SimpleNamespace

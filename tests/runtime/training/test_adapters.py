@@ -1,7 +1,5 @@
 """``--peft``: a base and an adapter_config.json become the model that one process would make, and train."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The best save, early stop, callbacks and Weights & Biases: a run of one process each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run reads: training and validation apart, refused before it begins, and the same samples after a resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Epochs in place of steps, runs over buckets of documents, and files to write, which are tried before a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run that goes on from an earlier save begins a line of its own: nothing later in the directory leads it astray."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

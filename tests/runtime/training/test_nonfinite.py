@@ -1,7 +1,5 @@
 """NaN and infinity: all ranks stop at one step, nothing was updated, and who made the first of them is named."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

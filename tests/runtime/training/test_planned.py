@@ -1,8 +1,6 @@
 """``meshwright train --plan``: ranks run a saved plan. One of another spec, or an option that needs the model, is an
 error before a rank starts."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every run trains examples/gpt.py with dropout; losses are read from the log, which the attempts of a run share.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

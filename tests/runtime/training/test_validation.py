@@ -1,7 +1,5 @@
 """Several validation sets, and figures of the user's own: over dp ranks they are those of one process."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What parameters may differ by after an update: by rounding, and by what AdamW makes of the rounding of gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every exchange that lowering inserts is needed: without any single one, some gradient or the loss is wrong."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

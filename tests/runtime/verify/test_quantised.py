@@ -1,7 +1,5 @@
 """The commands that train one process beside the ranks, on directories with quantised weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one process trains the user's model itself, with what a copy would leave behind, and as it was when built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

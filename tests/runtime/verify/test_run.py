@@ -1,7 +1,5 @@
 """verify is green for a right plan and red when any exchange is missing from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

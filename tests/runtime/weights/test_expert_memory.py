@@ -1,7 +1,5 @@
 """No rank has an expert that is not its own: of all tensors that live on it, weights, gradients and optimizer state."""
 
-from __future__ import annotations
-
 import gc
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that begin with other weights than rank 0 take rank 0's, or are refused: a model needs no seed."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from typing import Any

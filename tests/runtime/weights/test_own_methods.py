@@ -1,7 +1,5 @@
 """A model's own methods fill what lies on meta: in the order of ``Module.apply``, seeded by place, and nothing else."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -5,8 +5,6 @@ An all-gather that is doubled brings the same values again, and is no fault. Whe
 went in, ``left_out`` is given the stand-in: this rank's own values in the place of those of others.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

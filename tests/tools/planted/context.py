@@ -1,7 +1,5 @@
 """Faults of the exchanges over cp: keys and values gathered, their gradients scattered, chunks in zigzag."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

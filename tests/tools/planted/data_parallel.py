@@ -1,7 +1,5 @@
 """Faults of what ranks share at the end of a step: sums of gradients, updated parameters, norm, loss, tied weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

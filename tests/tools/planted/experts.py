@@ -1,7 +1,5 @@
 """Faults of experts: rows and slots on their way to other ranks and back, partial results, experts that rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The ranks of a case are forks of the test's process: a function that is replaced
 reference is the user's model in plain PyTorch and calls none of these functions in the same way.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Faults of scales and of the update: shares of the loss, denominators, loss scale, clipping, AdamW, its rate, mean."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of the schedule: messages between stages, deferred weight gradients, slots, recomputation, draws, saves."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A seed counts if its case differs with the fault and is equal without it. Withou
 tried first, and every fault gets a line: name, seed, seconds of processor time of its case, first wrong tensor.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import warnings

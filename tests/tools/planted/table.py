@@ -1,7 +1,5 @@
 """Every fault by its name, with the seed of a case that finds it."""
 
-from __future__ import annotations
-
 from tests.tools.planted import context, data_parallel, experts, scales, schedule, tensor_parallel
 from tests.tools.planted.fault import Fault
 

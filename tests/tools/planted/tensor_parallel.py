@@ -1,7 +1,5 @@
 """Faults of the exchanges over tp: each collective of passes/ops left out, doubled, or over another axis."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Where one capture says that the batch may be, two captures of different sizes show it: nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

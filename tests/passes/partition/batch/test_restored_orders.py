@@ -1,7 +1,5 @@
 """Rows that are sorted by expert and restored: every accepted way gives each sequence what it gets alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Where a loss looks up the probabilities of targets: by what its ops mean, of those over most classes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

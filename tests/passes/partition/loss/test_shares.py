@@ -1,7 +1,5 @@
 """What a loss is made of decides how the shares of microbatches add up; doubts are told, with the user's line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Half precision: losses and counts of more tokens than float16 can count, or bfloat16 tell apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed documents in convolutions and scans: each is computed as the model computes it alone, on every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The program of a cp rank, run for all ranks: loss and every gradient are those of the whole program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequences that no input has, cut over cp: patches of images and videos, frames of sound."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

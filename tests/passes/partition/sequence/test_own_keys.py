@@ -1,7 +1,5 @@
 """What a rank of cp keeps of attention: its own keys and values. Held against autograd, and against one process."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

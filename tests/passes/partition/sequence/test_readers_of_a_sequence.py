@@ -1,7 +1,5 @@
 """Whatever reads a sequence: over cp it gives one process's loss and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a cut over cp cannot do is one error, which names the op and its line, and what to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

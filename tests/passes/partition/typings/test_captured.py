@@ -1,7 +1,5 @@
 """Every op of captured models, in every typing that the solver may choose, against the op on whole tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules of pointwise ops, reductions, ops along a dim and norms: every admitted typing against the whole op."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Every form that a rule can give has a lowering that is right, for each op that it can be given for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules of ops that move elements: every admitted typing, on random shapes and cuts, against the whole op."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import strategies as st

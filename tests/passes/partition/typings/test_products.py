@@ -1,7 +1,5 @@
 """Rules of products, attention, embedding and loss: every admitted typing against the op on whole tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Unusual code: its canonical form computes the same, every op has a rule, and every admitted typing is right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

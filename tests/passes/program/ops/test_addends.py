@@ -1,7 +1,5 @@
 """How often a call adds to a value's gradient, held against what autograd does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

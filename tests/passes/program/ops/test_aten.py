@@ -1,7 +1,5 @@
 """Facts of one call, told by PyTorch's schemas and tags."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups of ops: what stands in one does as its name says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What an op does stands in its rule: sets of ops beside the table of rules are few, and become fewer."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

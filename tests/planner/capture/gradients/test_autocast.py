@@ -1,7 +1,5 @@
 """An autocast region of the forward is planned with the casts that autocast makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's Function is its forward where its backward is the derivative of that, and one call where it is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Hooks on gradients are refused at the line of their function; hooks of the forward are part of the model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

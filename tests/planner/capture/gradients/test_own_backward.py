@@ -1,7 +1,5 @@
 """A Function with a backward of its own is one call: what is shown of it, how it is typed, and what is refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

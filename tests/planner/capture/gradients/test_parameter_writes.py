@@ -1,7 +1,5 @@
 """A forward that writes into a parameter is refused; embeddings whose gradient is another one too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What a forward says about gradients in Python reaches the captured graph, or is refused with the user's line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that their user compiled, in full or in part: captured as if nothing were compiled, under their own names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta

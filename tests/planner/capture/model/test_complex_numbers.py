@@ -1,7 +1,5 @@
 """Complex parameters are refused by name; complex buffers and activations equal eager, and so does what is advised."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a forward computes with beside its parameters: theirs by another way, constants, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters on meta keep what else a module is; buffers that went to meta come back, or one error names them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

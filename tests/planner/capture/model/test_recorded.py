@@ -1,7 +1,5 @@
 """A construction that is written down gives each parameter the values of building the whole model, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

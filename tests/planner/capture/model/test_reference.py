@@ -1,7 +1,5 @@
 """MODEL of the command line: what it can name, and one clear error for each way to get it wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Modules and functions of torch.jit: captured as their graph runs, with their weights as the model's parameters."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

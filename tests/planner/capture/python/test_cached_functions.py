@@ -1,7 +1,5 @@
 """Helpers that keep the tensors they made: captured as they compute, and empty again for the user's next call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, lru_cache, partial, wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """What a forward draws, asks the clock or names in Python: frozen by a capture, so refused by line, or told."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

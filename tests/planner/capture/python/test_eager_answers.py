@@ -1,7 +1,5 @@
 """A forward that asks whether it is traced is captured as it runs in eager mode, or refused at its line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a forward keeps in Python and reads again: frozen by a capture, so refused by line, or shown not to matter."""
 
-from __future__ import annotations
-
 import itertools
 from contextvars import ContextVar
 from typing import Any

@@ -1,7 +1,5 @@
 """Seeds and generators of PyTorch that a forward sets: one process repeats the noise, a plan would not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

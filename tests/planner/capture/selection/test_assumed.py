@@ -1,7 +1,5 @@
 """Checks of values that only raise: assumed not to, reported, and made on the host where they read the batch alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """CTC: one loss a sequence, however its targets are given, and shares of microbatches that add up to PyTorch's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

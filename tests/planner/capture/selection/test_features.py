@@ -1,7 +1,5 @@
 """Features put where the tokens of images stand: the captured program computes what the model does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows that data selects: the captured program computes what the model does, with all rows, or is refused by line."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType

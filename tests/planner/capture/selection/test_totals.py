@@ -1,7 +1,5 @@
 """Sums, means and losses of selected rows: one process's over layouts, with another number of rows on each rank."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

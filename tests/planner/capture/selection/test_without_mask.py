@@ -1,7 +1,5 @@
 """`if not pad.any(): pad = None`: captured is the branch with the mask, if the other is the same without padding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Products in tiles: by hand, and never less work than the product has."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

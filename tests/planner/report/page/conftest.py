@@ -1,7 +1,5 @@
 """A plan with experts, a pipeline, graphs and what is computed again, planned once for all tests of the page."""
 
-from __future__ import annotations
-
 import pytest
 
 from planner import plan

@@ -1,7 +1,5 @@
 """The page in a real browser: nothing fails, nothing is cut off or unreadable, tables sort."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

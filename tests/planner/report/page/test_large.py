@@ -1,7 +1,5 @@
 """The page of 405 billion parameters on 16,384 devices: small, few elements, all of it there and to be found."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures are true: a cut covers its tensor once, a device lies in its node, bars have one scale; colours differ."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import fields, replace

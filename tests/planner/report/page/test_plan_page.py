@@ -1,7 +1,5 @@
 """The page of a plan: all of the plan is on it, it needs nothing else, and what a model says is text."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Rows that nobody would write: each becomes samples, or is one error with its place, or left out and counted."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Preference data: a row is two answers to one prompt, which stand side by side in a row of a batch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

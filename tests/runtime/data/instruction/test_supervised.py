@@ -1,8 +1,6 @@
 """Labels are the tokens that the model would generate, where it would generate them: each template, conversation and
 tokenizer keeps the rule or refuses the row, and four wrong rules fail."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

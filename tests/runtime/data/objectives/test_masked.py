@@ -1,7 +1,5 @@
 """Masked words: whole, as many as asked for, and labels that give the text back; pairs in their order or not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Windows of next_token, over documents or inside them, and documents packed whole: each token is asked for once."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -2,8 +2,6 @@
 Windows of a text: none spans two documents, and together they hold all of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

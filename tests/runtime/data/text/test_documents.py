@@ -1,7 +1,5 @@
 """What ends a document, and what a file may not be."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bytes and files of the library `tokenizers`: ids, and marks of words and sentences, however a document is cut."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

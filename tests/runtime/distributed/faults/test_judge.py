@@ -1,7 +1,5 @@
 """Who is taken for dead: by the state of its process here, by silence elsewhere; never one that only is silent here."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

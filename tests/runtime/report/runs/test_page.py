@@ -1,7 +1,5 @@
 """What a page and a table of runs show: every figure of every run, spikes and gaps too, and text as text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

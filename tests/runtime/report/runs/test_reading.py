@@ -1,7 +1,5 @@
 """Logs of runs are read whole or refused by line; a line that a kill cut short is no error."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from dataclasses import asdict
