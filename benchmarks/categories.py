@@ -10,8 +10,6 @@ profiler on, which costs each op about a microsecond; step and CPU are without i
 Python's.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -5,8 +5,6 @@ An op inside the optimizer's update is the update's, and time outside of all ops
 Functions, the hooks. Times are by the clock, for torch's profiler has no other; CPU is of the same steps without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -10,8 +10,6 @@ has given back are faster than new ones. Figures are medians: seconds, and in br
 rank, which are steadier on a machine that does other things.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

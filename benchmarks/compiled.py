@@ -8,8 +8,6 @@ All compile with one thread. Seconds to compile are CPU seconds, those of C++ co
 three steps beyond that of three later ones, so that lazy compilation counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

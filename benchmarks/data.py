@@ -4,8 +4,6 @@ Prepares the Python library as a token file, trains on it in one process, and pr
 make its batch, and those that the loop waits for it when a thread makes it ahead.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

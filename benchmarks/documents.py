@@ -4,8 +4,6 @@ documents   tokens that count, for each second of CPU: padded, packed with one m
 lengths     CPU seconds to plan one length and three; seconds of the steps of a length, the first one lowers its stages
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

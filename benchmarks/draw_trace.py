@@ -3,8 +3,6 @@
 Two rows for each rank: its actions, and the planned ones. For more, open the trace in ui.perfetto.dev.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 2 layers, 256 wide, 16 experts 1024 wide, 2 for each token: 25.2 M of its 29.8 M parameters are experts'.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

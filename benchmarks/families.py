@@ -9,8 +9,6 @@
 One process for all, after one family that is not measured; four layers each. Quote figures of one sitting only.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import time

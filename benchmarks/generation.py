@@ -4,8 +4,6 @@ GPT-2's 124M shape with random weights in float32, one process, one thread, one 
 median of those around it.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

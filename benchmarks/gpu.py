@@ -23,8 +23,6 @@ no GPU; 3: time was up before some part; 10 and above: the first part, counted f
 of time or has wrong numbers. The last line names all such parts. benchmarks/on_gpu/README.md lists the calls to make.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

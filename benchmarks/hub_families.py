@@ -9,8 +9,6 @@ Each family is small, so seconds are those of names and calls. With `--wide` a M
 second. Quote ratios of one sitting only.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

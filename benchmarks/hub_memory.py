@@ -6,8 +6,6 @@ A DeepSeek-V3 of 64 experts (1.25 GB of float32 in 7 layers), saved by transform
 two ranks. Anonymous memory is read every 3 ms; pages of the files, which the kernel may drop, do not count.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import threading

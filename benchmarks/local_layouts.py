@@ -8,8 +8,6 @@ programs of the machine slow all alike. Measured is the fastest step of the roun
 seconds in a file, and takes those of a file that is there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ The mesh is tp 8 · cp · pp 16, and dp on the remaining ranks, with sequence pa
 gradients, ZeRO-1 and 1f1b. Each plan is made in a process of its own, on meta weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ It is written for one device. ``forward(tokens)`` gives logits [b, s, v]; ``forw
 Weights and batches come from fixed seeds, so the losses of all runs can be compared.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

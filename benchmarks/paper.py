@@ -10,8 +10,6 @@ The models are GPT-2s of the sizes in the papers, on the meta device, with atten
 Three layers are planned, and the middle one represents all between the first and the last: equal layers cost the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ Each job runs in a process of its own, on meta weights, without a process group.
 of planner/api.py calls; building the model and importing torch and transformers are listed separately.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -11,8 +11,6 @@ A run takes over the defaults, key by key. Each model is captured once on the me
 the search's own space, so that the figures are those that a search compares.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -6,8 +6,6 @@ Texts are words of the standard library's sources, by a byte-level BPE of 8,192 
 in one process on one thread: rendering, checks and files of `prepare` come on top of the tokenizer's own time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

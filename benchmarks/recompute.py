@@ -7,8 +7,6 @@ Bytes are those of all memory that a forward leaves behind for its backward, by 
 and loss, which no block holds). Time is CPU seconds of this process, the least of the rounds, kinds in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

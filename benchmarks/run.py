@@ -4,8 +4,6 @@ The runs take turns in every round, so that a busy machine slows all of them ali
 CPU is the mean over ranks of the CPU time that a process spends in a step: steadier than wall time on a shared machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

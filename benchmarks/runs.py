@@ -3,8 +3,6 @@
 A run's name gives its kind: ``torch_*`` is hand-written torch, ``ours_*`` is a plan and an Engine.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Each job runs in a process of its own, on meta weights, without a process group.
 made once, and a plan needs it too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

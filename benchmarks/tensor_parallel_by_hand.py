@@ -4,8 +4,6 @@ Two all-reduces a layer forward and two backward, a vocabulary-parallel embeddin
 cross-entropy that exchanges three scalars a token.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.worker torch_tp2_by_hand --output FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 `meshwright calibrate` writes a cluster file first, without the model. The ranges are those of both files.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

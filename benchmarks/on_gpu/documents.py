@@ -6,8 +6,6 @@ one kernel      packed, within documents, one call of the variable-length kernel
 a window, …     the same of a Mistral of that shape, in which a token reads the 256 keys up to its own
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

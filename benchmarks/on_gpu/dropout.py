@@ -6,8 +6,6 @@ masks      the same for all tp ranks outside the parallel regions, each its own 
            drawn before, so whatever else the pp rank runs; others for each op, microbatch and step
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

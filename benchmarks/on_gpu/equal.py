@@ -8,8 +8,6 @@ A gradient that is zero but for rounding (of a key's bias: softmax takes a const
 AdamW turns its rounding into updates of full size: tensors below a millionth of the largest gradient are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf, isfinite
 

@@ -5,8 +5,6 @@ speed      12 layers, width 768, one sequence of 128 tokens, bfloat16: a step, a
 memory     static bytes as counted beside those of the plan
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ steps       a Llama: fused norms, compiled, CUDA graphs and recomputation, toget
 ep          DeepSeek-V3, GPT-OSS and Qwen3-MoE on simulated ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Attention in bfloat16: of cp ranks by flash and by cuDNN's kernel, of MLA and GQA, and of documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -8,8 +8,6 @@ copies      between host and GPU, both ways, beside products; AdamW on the host'
 idle        ms of a call, not profiled, without those in which kernels run
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Copies between pinned host memory and the GPU, alone, both ways and beside products; AdamW on the host's cores."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

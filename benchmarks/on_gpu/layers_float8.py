@@ -4,8 +4,6 @@ error       beside the product of the same codes in float64
 codes       of the cast, eager, compiled and on a CPU: equal or not
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models of the parts, from configs alone: no network, no files beside those of ``examples``."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -10,8 +10,6 @@ communicators   bytes of each kind
 If NCCL refuses such ranks, the table of collectives has its words, and all the rest runs over gloo on CUDA tensors.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator

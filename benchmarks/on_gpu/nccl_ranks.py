@@ -1,7 +1,5 @@
 """The functions that each rank of the part ``nccl`` runs; the results are rank 0's."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

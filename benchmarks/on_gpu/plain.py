@@ -7,8 +7,6 @@ plain      the model itself in bfloat16, ``backward`` of each microbatch, ``clip
 ours       gradients and AdamW in float32; compiled: ``compile: true``
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ gaps         1 − time in which some kernel runs / time from the first kernel's
 memory       torch.cuda.max_memory_allocated beside the plan's sum without slack, max_memory_reserved beside all of it
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import time

@@ -5,8 +5,6 @@ own         that of the unmodified model, or of plain ops, in half precision on 
 limit       RATIO times the own error
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Then a Llama of 1.1 billion parameters in bfloat16: the bytes of a rank at its peak beside the plan's, for each zero.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

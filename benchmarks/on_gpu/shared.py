@@ -3,8 +3,6 @@
 Not pp 2: gloo sends host memory alone, so the ranks' meeting refuses stages that share a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.on_gpu.equal import Run, compare, exact_products, steps

@@ -4,8 +4,6 @@
 the full step is tried as well, and its first stop is reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

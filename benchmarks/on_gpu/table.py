@@ -1,7 +1,5 @@
 """The result of a part: tables of figures, whether numbers are right, and which forecasts missed."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Iterable

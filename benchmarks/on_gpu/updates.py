@@ -1,7 +1,5 @@
 """Update rules on one GPU: ms of an update of a Llama of 1.1 billion parameters in bfloat16, and bytes at the peak."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
