@@ -1,17 +1,18 @@
 """Rows that a model sorts by expert, computes one by one, and brings back in order: a sort that mixes no sequences.
 
-    order   sort(ids)[1], order // k        rows     x[order // k], w[order]: of tokens or of pairs, in the order
-    keys    sort(ids)[0]                             bias[keys], and calls that act row by row
-    counts  histc(keys, E, 0, E − 1)                 grouped(rows, W, ends): each row by the matrix of its expert
-    ends    cumsum(counts)                  back     y[places], zeros.index_add(0, order // k, y)
-    places  empty[order] = 0 … n − 1
+    order   sort(ids)[1], argsort(ids)      rows     x[order // k], w[order]: of tokens or of pairs, in the order
+            order // k, (0 … n − 1 // k)[order]      bias[keys], and calls that act row by row
+    keys    sort(ids)[0]                             grouped(rows, W, ends): each row by the matrix of its expert
+    counts  histc(keys, E, 0, E − 1)        back     y[places], zeros.index_add(0, order // k, y)
+            one_hot(ids, E).sum(0)          places   empty[order] = 0 … n − 1, argsort(order)
+            cat((ids == e).sum() …)         ends     cumsum(counts)
 
 Each pair of token and choice gets what it would get alone, wherever ``ids`` hold the batch: one sequence shows it too.
 Shown call by call: an order with another reader, such as a limit on the rows of an expert, is none of these.
 """
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import getitem
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program.ops.aten import aten, draws, named, packet_of, shape_of
-from passes.program.ops.groups import BEST, RESHAPES, SAME, is_grouped
+from passes.program.known_values import value_of
+from passes.program.ops.aten import aten, draws, named, packet_of, reduced_dims, shape_of
+from passes.program.ops.groups import BEST, RESHAPES, SAME, SORTS, is_grouped
 from passes.rules.follow import follow
 from passes.types.types import Run
 
@@ -63,12 +65,14 @@ class RestoredOrder:
 
 def restored_orders(graph: fx.Graph, on_batch: Collection[fx.Node]) -> list[RestoredOrder]:
     """All such sorts of ``graph``. ``on_batch``: the nodes that are computed from values of the batch."""
-    found = []
-    for sort in (node for node in graph.nodes if packet_of(node.target) is aten.sort):
+    found, sorts = [], [node for node in graph.nodes if node.target in SORTS]
+    products = [node for node in graph.nodes if sorts and is_grouped(node.target)]
+    counts = [_counting(ends) for ends in dict.fromkeys(n for node in products for n in node.all_input_nodes[2:3])]
+    for sort in sorts:
         ids = sort.all_input_nodes[0]
         size = _number_of_experts(ids) if len(shape_of(ids)) == 1 and not named(sort)["descending"] else 0
         with suppress(_MixesRowsError):
-            found += [_Order(sort, size, on_batch).read()] if size else []
+            found += [_Order(sort, size, counts, on_batch).read()] if size else []
     return found
 
 
@@ -76,8 +80,7 @@ def _number_of_experts(ids: fx.Node) -> int:
     """E, if ``ids`` are among 0 … E − 1: the places of the best along a dim of E, or of elements that are picked along
     one, as PyTorch refuses others there. 0 if they are not shown to be.
     """
-    while ids.target in RESHAPES | SAME:
-        ids = ids.all_input_nodes[0]
+    ids = _source(ids)
     call: Any = ids.args[0] if ids.target is getitem and ids.args[1] == 1 else ids
     calls = [call] if call.target in BEST else []
     calls += [user for user in ids.users if packet_of(user.target) is aten.gather and named(user)["index"] is ids]
@@ -85,19 +88,54 @@ def _number_of_experts(ids: fx.Node) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
+def _source(ids: fx.Node) -> fx.Node:
+    """The first node that holds the same numbers in the same order."""
+    while ids.target in RESHAPES | SAME and ids.meta["val"].dtype in EXACT:
+        ids = ids.all_input_nodes[0]
+    return ids
+
+
+Counts = tuple[fx.Node, dict[fx.Node, str]]
+
+
+def _counting(ends: fx.Node) -> Counts:
+    """The value of which ``ends`` count the numbers, and the roles of the calls that do; no calls if not known."""
+    counts = ends
+    while packet_of(counts.target) in (aten.cumsum, aten.to):
+        counts = counts.all_input_nodes[0]
+    read, packet = counts.all_input_nodes, packet_of(counts.target)
+    if counts.meta["val"].dtype not in EXACT:
+        return counts, {}
+    if packet is aten.sum and packet_of(read[0].target) is aten.one_hot and not named(counts).get("keepdim"):
+        is_of_all = reduced_dims(counts) == {*range(len(shape_of(read[0])) - 1)}
+        return read[0].all_input_nodes[0], {counts: "counts"} if is_of_all else {}
+    sums = [n.all_input_nodes[0] for n in read if n.target in RESHAPES]
+    equal = [n.all_input_nodes[0] for n in sums if packet_of(n.target) is aten.sum]
+    compared = [n for n in equal if n.target is aten.eq.Scalar]
+    ids = compared[0].all_input_nodes[0] if compared else counts
+    is_one_each = packet is aten.cat and shape_of(counts) == (len(read),)
+    is_of_each = is_one_each and [n.args for n in compared] == [(ids, number) for number in range(len(read))]
+    return ids, dict.fromkeys((*read, *sums), "count") | {counts: "counts"} if is_of_each else {}
+
+
 class _Order:
     """Owns the ``roles`` of the values that follow from one sort; of an order // k also k (``times``)."""
 
-    def __init__(self, sort: fx.Node, size: int, on_batch: Collection[fx.Node]) -> None:
+    def __init__(self, sort: fx.Node, size: int, counts: Iterable[Counts], on_batch: Collection[fx.Node]) -> None:
         self.size, self.on_batch, self.ids = size, on_batch, sort.all_input_nodes[0]
         self.num_rows = shape_of(self.ids)[0]
         self.roles, self.times = {sort: "sort"}, dict[fx.Node, int]()
+        if packet_of(sort.target) is aten.argsort:
+            self.roles[sort], self.times[sort] = "order", 1
+        for ids, roles in counts:
+            self.roles |= roles if _source(ids) is _source(self.ids) else {}
         self.back, self.beside = dict[fx.Node, int](), dict[fx.Node, int]()
 
     def read(self) -> RestoredOrder:
         """Raises _MixesRowsError."""
         for node in self._readers():
-            role = self._role(node) if node.op == "call_function" and not draws(node.target) else ""
+            is_call = node.op == "call_function" and not draws(node.target)
+            role = self.roles.get(node) or (self._role(node) if is_call else "")
             if not role:
                 raise _MixesRowsError
             if role != "back":
@@ -111,8 +149,8 @@ class _Order:
 
     def _readers(self) -> Iterator[fx.Node]:
         """Each reader of a value with a role, in the graph's order."""
-        (sort,) = self.roles
-        work, seen = sorted(sort.users), set(sort.users)
+        seen = {user for node in self.roles for user in node.users}
+        work = sorted(seen)
         while work:
             yield (node := heapq.heappop(work))
             for user in node.users if node in self.roles else ():
@@ -137,6 +175,8 @@ class _Order:
             return "ends"
         if packet is aten.empty_like and read == {"order"}:
             return "empty"
+        if packet is aten.argsort and read == {"order"} and not given["descending"]:
+            return "places" if self.times[node.all_input_nodes[0]] == 1 else ""
         if packet is aten.index_put:
             return self._places(read, *args)
         if packet is aten.index and len(given["indices"]) == 1:
@@ -153,6 +193,14 @@ class _Order:
         self.times[node] = k
         return "order"
 
+    def _named(self, node: fx.Node, tokens: fx.Node) -> str:
+        """(0 … n − 1 // k)[order], of numbers that are known."""
+        numbers = value_of(tokens, tokens.graph.owning_module, {})
+        if numbers is None or numbers.dtype not in (torch.int64, torch.int32) or not 0 <= numbers[-1] < self.num_rows:
+            return ""
+        self.times[node] = self.num_rows // (int(numbers[-1]) + 1)
+        return "order" if torch.equal(numbers.long(), torch.arange(self.num_rows) // self.times[node]) else ""
+
     def _places(self, read: set[str], base: Any, indices: Any, value: Any, accumulates: Any = False) -> str:
         """Of each pair in the order: empty[order] = arange(n)."""
         counts = value.args if packet_of(value.target) is aten.arange else ()
@@ -166,6 +214,8 @@ class _Order:
             self.back[node] = 1
             return "back"
         if role == "order" and is_outside and shape_of(x)[0] * self.times[index] == self.num_rows:
+            if len(shape_of(x)) == self.times[index] == 1 and x not in self.on_batch:
+                return self._named(node, x)
             self.beside[x] = self.times[index]
             return "rows" if x in self.on_batch else ""  # else it may hold the place of a row in the batch
         return "rows" if role in ROWS and is_outside and x not in self.on_batch else ""

@@ -1,5 +1,8 @@
 """Rows that are sorted by expert and restored: every accepted way gives each sequence what it gets alone."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from planner import plan
 from planner.capture.export import capture
 from tests.models import hashed_experts, sorted_experts
 from tests.models.sorted_experts import Sorting, Way
+from tests.numeric.test_expert_layouts import built, check
 
 SIZES = {"shape": [6], "dtype": "int64", "high": 20}
 
@@ -64,7 +68,37 @@ def shown(rows: Tensor, order: Tensor) -> Tensor:
     return rows * (torch.arange(len(rows)) < len(rows) // 2).unsqueeze(-1)
 
 
-RESTORED = {"by places": sorted_experts.by_places, "added": known, "plain": written()}
+def counting(counts_of: Callable[[Tensor, int], Tensor], *, weighs: bool = False) -> Way:
+    """Rows that are counted before they are sorted; ``weighs``: a row gets the number of its expert's rows too."""
+
+    def way(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+        order, counts = chosen.reshape(-1).argsort(stable=True), counts_of(chosen, layer.num_experts)
+        ids = chosen.reshape(-1)[order]
+        made = layer.computed(x[order // layer.top_k], counts.cumsum(0).int(), ids)
+        made = made * counts[ids].unsqueeze(-1) if weighs else made
+        return (made[order.argsort()].view(*chosen.shape, -1) * probs.unsqueeze(-1)).sum(1)
+
+    return way
+
+
+def one_hot(chosen: Tensor, size: int) -> Tensor:
+    return F.one_hot(chosen, size).sum((0, 1))
+
+
+def compared(chosen: Tensor, size: int, first: int = 0) -> Tensor:
+    return torch.stack([(chosen == first + i).sum() for i in range(size)])
+
+
+RESTORED = {
+    "by places": sorted_experts.by_places,
+    "added": known,
+    "plain": written(),
+    "bincount": sorted_experts.added,
+    "one_hot": sorted_experts.of_named_tokens,
+    "copies": sorted_experts.repeated,
+    "one_hot of tokens": counting(one_hot),
+    "compared": counting(compared),
+}
 MIXING = {
     "of the second half": written(to_rows=shown),
     "of the first pairs": written(to_rows=lambda rows, order: rows * (order < len(order) // 2).unsqueeze(-1)),
@@ -79,6 +113,12 @@ MIXING = {
     "choices first": written(to_keys=lambda chosen: chosen.t().contiguous()),
     "mixed": sorted_experts.mixed,
     "limited": sorted_experts.limited,
+    "accumulated, bincount": sorted_experts.accumulated,
+    "counts weigh": counting(one_hot, weighs=True),
+    "each count weighs": counting(compared, weighs=True),
+    "counts of others": counting(partial(compared, first=1)),
+    "counts of few": counting(lambda chosen, size: one_hot(chosen[:3], size)),
+    "most counts": counting(lambda chosen, size: one_hot(chosen, size).clamp(max=3)),
 }
 
 
@@ -124,3 +164,10 @@ def test_the_batch_is_followed_through_an_order() -> None:
     runs = batch_runs(program, on_batch, orders)
     assert [runs[node] for order in orders for node in order.back] == [frozenset({(0, 12, 2)})] * 2
     assert not [node for node, found in runs.items() if found is None]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp": 2}, {"dp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("name", RESTORED)
+def test_restored_rows_train_as_in_one_process(name: str, mesh: dict[str, int]) -> None:
+    check(lambda: built(partial(Sorting, RESTORED[name])), mesh)
