@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from passes.program.ops.aten import aten, shape_of
+from passes.program.ops.aten import aten, has_floats, shape_of
 from passes.program.source_lines import origin_of
 
 
@@ -37,9 +37,9 @@ class Builder:
             val = bare(function(*given, **options))
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(function, args, kwargs)
-        floats = isinstance(val, tuple | list) or val.dtype.is_floating_point
-        found = floats and any(n.meta.get("grad") for n in node.all_input_nodes)
-        node.meta = origin_of(self.like) | {"val": val, "grad": found if grad is None else grad}
+        node.meta = origin_of(self.like) | {"val": val}
+        found = has_floats(node) and any(n.meta.get("grad") for n in node.all_input_nodes)
+        node.meta["grad"] = found if grad is None else grad
         if domain is not None:
             node.meta["domain"] = domain
         return node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.program.ops.aten import aten, named, packet_of, shape_of, with_sizes
+from passes.program.ops.aten import aten, has_gradient, named, packet_of, shape_of, with_sizes
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
 
@@ -66,7 +66,7 @@ def by_parts(
     for part in range(parts):
         cut = [_part(x, factor, factor.at(i), parts, part) for i, x in enumerate(operands)]
         made = factor.at(RESULT)
-        pulled = _part(_cotangent(expected), factor, made, parts, part) if _inexact(expected) else None
+        pulled = _part(_cotangent(expected), factor, made, parts, part) if has_gradient(expected.dtype) else None
         runs.append(run_call(node, cut, pulled, (factor, parts)))
     yield "result", _joined([made for made, _ in runs], factor, factor.at(RESULT), parts), expected
     for i, full in gradients.items():
@@ -82,16 +82,12 @@ def _cotangent(result: Tensor) -> Tensor:
     return torch.linspace(-1, 1, result.numel(), dtype=result.dtype).reshape(result.shape)
 
 
-def _inexact(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def run_call(
     node: fx.Node, operands: list[Tensor], pulled: Tensor | None = None, cut: tuple[Factor, int] | None = None
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The first result on ``operands``, and the gradient by each that has one; ``cut``: with the sizes of a part."""
     statistics = {named(node).get(name) for name in STATISTICS}
-    trained = [_inexact(x) and n not in statistics for x, n in zip(operands, operands_of(node), strict=True)]
+    trained = [has_gradient(x.dtype) and n not in statistics for x, n in zip(operands, operands_of(node), strict=True)]
     leaves = [x.detach().requires_grad_(t) for x, t in zip(operands, trained, strict=True)]
     result = _called(node, leaves, cut)
     wanted = {i: x for i, x in enumerate(leaves) if x.requires_grad}

@@ -23,6 +23,7 @@ from passes.ops import meeting
 from passes.ops.axis import AxisHandle
 from passes.ops.meeting import grouped_linear
 from passes.partition.type_changes import TypeChange
+from passes.program.ops.aten import has_gradient
 from passes.types.types import Placement
 from planner.decisions import Decisions
 from planner.sharding.shards import Shards
@@ -267,7 +268,7 @@ class _Tracer:
         if grad and node.target in meeting.MOVING:
             rows = likes[0].shape[0] if node.target in meeting.SENDING else operands[0].like.shape[0]
             return Seen(made, is_tuple=False, hidden=(rows * torch.int64.itemsize,))
-        keeps = tuple(n for n, v in enumerate(operands) if v.like.dtype.is_floating_point) if grad else ()
+        keeps = tuple(n for n, v in enumerate(operands) if has_gradient(v.like.dtype)) if grad else ()
         return Seen(made, isinstance(held, (tuple, list)), keeps)
 
     def _shape(self, node: fx.Node, shape: tuple[int, ...]) -> tuple[int, ...]:

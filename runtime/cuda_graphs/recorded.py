@@ -307,7 +307,7 @@ class _Reads(TorchFunctionMode):
 
 def poison(tensor: Tensor) -> None:
     """Fill freed memory with NaN, so that a late read shows; integers stay."""
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         tensor.data.fill_(float("nan"))
 
 

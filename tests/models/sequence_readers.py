@@ -129,6 +129,7 @@ MIXING: dict[str, Callable[[Tensor, Block], Tensor]] = {
     "mean of tokens": lambda h, m: h + h.mean(1, keepdim=True),
     "most of tokens": lambda h, m: h + h.amax(1, keepdim=True),
     "first token": lambda h, m: h * h[:, :1].sigmoid(),
+    "first token, complex": lambda h, m: h + (torch.complex(h, h.cos())[:, :1] * torch.complex(h.sin(), h)).real,
     "last token": lambda h, m: h + h[:, -1:] * 0.5,
     "norm over batch and tokens": lambda h, m: (h - h.mean((0, 1), True)) / (h.var((0, 1), keepdim=True) + 1),
 }

@@ -28,7 +28,7 @@ from torch import fx
 from passes.canonical.products import NOTHING_IGNORED
 from passes.partition.loss.kinds import LOOSE, MEAN, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
 from passes.program.builder import Builder, bare
-from passes.program.ops.aten import arguments, aten, named, packet_of, tensors_of
+from passes.program.ops.aten import arguments, aten, has_floats, named, packet_of
 from passes.program.ops.groups import CROSS_ENTROPIES, LOOKUPS, MOVES, PLACING, is_grouped
 from passes.program.ops.sequence import local_rows, over_data
 from passes.program.program import Program
@@ -148,7 +148,7 @@ def places_rows(count: fx.Node) -> bool:
         return is_of_rows and value in (index if isinstance(index, list | tuple) else [index])
 
     def is_integer(node: fx.Node) -> bool:
-        return node.op == "call_function" and not any(x.dtype.is_floating_point for x in tensors_of(node))
+        return node.op == "call_function" and not has_floats(node)
 
     made = walk([count], lambda n: n.users, into=is_integer)
     return any(user.op == "call_function" and is_read(user, n) for n in made for user in n.users)

@@ -23,7 +23,7 @@ from torch import fx
 from passes.partition.batch.mixing import batch_runs, follows_batch
 from passes.partition.sequence.rules import options_over_cp
 from passes.partition.typings.base import Site
-from passes.program.ops.aten import is_pointwise, is_random, shape_of, tensors_of
+from passes.program.ops.aten import has_gradient, is_pointwise, is_random, shape_of, tensors_of
 from passes.program.ops.groups import MOVES, PRODUCTS
 from passes.program.program import Program
 from passes.program.weights import is_weight
@@ -58,7 +58,7 @@ def begins(node: fx.Node) -> bool:
 def of_input(node: fx.Node) -> set[Placement]:
     """The dim behind the batch: of ids [b, t], and of floats [b, t, features]."""
     shape, dtype = shape_of(node), node.meta["val"].dtype
-    dims = 3 if dtype.is_floating_point or dtype.is_complex else 2
+    dims = 3 if has_gradient(dtype) else 2
     return {V(1, shape[1])} if len(shape) == dims and shape[1] > 1 else set()
 
 

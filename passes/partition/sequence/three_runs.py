@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.program.known_values import computed
-from passes.program.ops.aten import HALF, aten, shape_of, tensors_of
+from passes.program.ops.aten import HALF, aten, has_gradient, shape_of, tensors_of
 from passes.program.program import Program
 from passes.program.walks import in_order
 from passes.rules.flops import node_flops
@@ -125,7 +125,7 @@ class ThreeRuns:
 
     def _draw(self, node: fx.Node, state: Rows | Pooled) -> Values:
         value = node.meta["val"]
-        is_drawn = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        is_drawn = isinstance(value, Tensor) and has_gradient(value.dtype)
         if not is_drawn and node.op == "call_function":
             return self.called(node)  # choices, comparisons: made of what was drawn
         first, second, third = (x.abs() * SMALL if self.repeats and is_drawn else x for x in self._random(node, 3))
@@ -149,7 +149,7 @@ class ThreeRuns:
             raise TooMuchError
         value, generator = node.meta["val"], torch.Generator().manual_seed(self._numbers[node])
         shape, dtype = (count, *value.shape), value.dtype
-        if dtype.is_floating_point or dtype.is_complex:
+        if has_gradient(dtype):
             wide = torch.promote_types(dtype, torch.float32)
             return list(torch.randn(shape, generator=generator, dtype=wide).to(dtype))
         tables = [n.all_input_nodes[0] for n in self._numbers if n.target is aten.embedding.default]

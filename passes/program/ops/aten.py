@@ -112,9 +112,14 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type may have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def has_floats(node: fx.Node) -> bool:
     """Whether a value has elements that may have a gradient."""
-    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
+    return any(has_gradient(t.dtype) for t in tensors_of(node))
 
 
 def value_bytes(node: fx.Node) -> int:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import Where
+from passes.program.ops.aten import has_gradient
 from planner.capture.model.exchange import tensors_in
 
 COARSE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 5e-2}
@@ -162,10 +163,6 @@ def is_plain(leaf: object) -> bool:
 
 def _in_float64(shape: Shape) -> Shape:
     return replace(shape, dtype=torch.float64) if shape.dtype.is_floating_point else shape
-
-
-def has_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 # ---- runs on values

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from passes.program.ops.aten import has_gradient
 from passes.program.ops.own_backward import Cut, Facts
 from planner.capture.gradients.applications import (
     COARSE,
@@ -37,7 +38,6 @@ from planner.capture.gradients.applications import (
     applied,
     draw,
     follows_memory,
-    has_gradient,
     on_the_side,
 )
 
