@@ -11,7 +11,6 @@ A run that starts afresh, or resumes from a save that its user named, begins a l
 import os
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Self
 
@@ -72,7 +71,5 @@ def line_of_run(environment: Mapping[str, str]) -> str:
     run = environment.get(_RUN)
     if run is None:
         return uuid.uuid4().hex
-    parent, host = os.getppid(), ""
-    with suppress(OSError):
-        host = host_key()
-    return xxhash.xxh3_128_hexdigest(f"{run} {host} {parent} {start_of(parent)}".encode())
+    parent = os.getppid()
+    return xxhash.xxh3_128_hexdigest(f"{run} {host_key()} {parent} {start_of(parent)}".encode())

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
 
@@ -45,10 +46,6 @@ Sizes = Annotated[tuple[Size, ...], Field(max_length=8)]
 Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 Axis = Literal["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp"]
 DType = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-_ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1,
-}  # fmt: skip
 
 
 class _Strict(BaseModel):
@@ -297,7 +294,7 @@ def _problem(manifest: Manifest) -> str:
         return "a file is listed twice"
     held, corners = [0] * len(names), 0
     for name, entry in manifest.tensors.items():
-        boxes, item_bytes = entry.boxes, sum(_ITEM_BYTES[dtype] for dtype in entry.values.values())
+        boxes, item_bytes = entry.boxes, sum(getattr(torch, dtype).itemsize for dtype in entry.values.values())
         for (file, *_), box in zip(entry.pieces, boxes, strict=True):
             ends = zip(box.start, box.stop, entry.shape, strict=False)
             fits = len(box.start) == len(box.stop) == len(entry.shape) and all(a < b <= n for a, b, n in ends)

@@ -12,8 +12,6 @@ EPILOG = "Example: meshwright calibrate -o this-machine.yaml --nproc 4"
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command."""
-
     output: Path | None = option("Write to this file instead of stdout.", "CLUSTER.yaml", "-o", "--output")
     nproc: int | None = option(
         "Number of ranks that measure at the same time; default: the number of GPUs, or of CPU cores."

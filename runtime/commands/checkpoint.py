@@ -26,8 +26,6 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command, beside the directory."""
-
     verify: bool = flag("Read every byte and compare checksums.")
     export: Path | None = option(
         "Export the weights of DIR, or of its last save, in Hugging Face format; an adapter is merged into its base.",

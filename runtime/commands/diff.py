@@ -75,8 +75,6 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command, beside the two files."""
-
     model: str | None = option("Plan this model with both specs, and compare the plans.", "MODEL")
     format: Format = option("Output format.", default=Format.table)
     output: Output = None

@@ -15,8 +15,6 @@ EPILOG = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the command, beside model and spec."""
-
     data: str = option(
         "Token file; or text file or directory; or stdlib (Python's own source).", "PATH|stdlib", default=MISSING
     )

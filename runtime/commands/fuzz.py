@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,9 +99,7 @@ def run_again(given: Case, asked: Options) -> None:
     raise typer.Exit(FAILED if outcome.verdict.is_failure else 0)
 
 
-def say(words: str) -> None:
-    """Progress is for the error stream."""
-    typer.echo(words, err=True)
+say = partial(typer.echo, err=True)  # progress
 
 
 def _needed(model: str | None, spec: Path | None) -> tuple[str, Path]:

@@ -16,8 +16,6 @@ EPILOG = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the command, beside model and spec."""
-
     prompt: list[str] | None = option("A text to continue; give it several times.", "TEXT")
     chat: str | None = option("A message that the model answers, by its chat template.", "TEXT")
     messages: Path | None = option("A conversation that the model answers.", "FILE.json")

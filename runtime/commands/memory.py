@@ -14,8 +14,6 @@ CHECK_FAILED = 1
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command, beside model and spec."""
-
     evaluate: bool = flag("Compare an evaluation instead: no gradients, no optimizer state.")
     format: Format = option("Output format.", default=Format.table)
     output: Output = None

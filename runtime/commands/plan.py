@@ -25,8 +25,6 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command, beside model and spec."""
-
     format: PlanFormat = option("Output format.", default=PlanFormat.table)
     output: Output = None
     full: bool = flag("Print a row for every block, including repeated ones.")

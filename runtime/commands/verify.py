@@ -13,8 +13,6 @@ CHECK_FAILED = 1
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command, beside model and spec."""
-
     steps: int = option("Number of updates to run and compare.", default=1, min=1)
     tolerance: float | None = option("Relative tolerance of loss and gradients; default: from the model's precision.")
     remove_collective: int | None = option("Remove the N-th collective, to see the check fail.", "N", min=0)

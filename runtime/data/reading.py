@@ -15,10 +15,10 @@ from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from planner.spec.inputs import InputSpec
 from runtime.data.text.documents import STDLIB, Split, files_of, parts
-from runtime.data.text.encoders import ByteEncoder, TokenizerFile
+from runtime.data.text.encoders import ByteEncoder, Encoder, TokenizerFile
 from runtime.data.token_batches import OF_IDS
 from runtime.data.token_file import is_token_file, open_token_file
-from runtime.data.tokens import ROW, WORD, Encoder, Piece, Tokenization, Tokens, with_end
+from runtime.data.tokens import ROW, WORD, Piece, Tokenization, Tokens, with_end
 
 _SCANNED = 1 << 22  # ids at once
 _COUNTED = 1 << 22  # marks at once

@@ -15,8 +15,9 @@ from passes.errors import PlanError
 from planner.files.atomic import Replacement
 from planner.files.text import MIB, check_file, shorten, writing
 from runtime.data.text.documents import Split, parts, sources_of
+from runtime.data.text.encoders import Encoder
 from runtime.data.token_file import BEGIN, Header, is_token_file
-from runtime.data.tokens import Encoder, Piece, Tokenization, id_dtype, with_end
+from runtime.data.tokens import Piece, Tokenization, id_dtype, with_end
 
 _SECTIONS = ("ids", "marks", "ends", "words")
 _DTYPES = {name: np.dtype(kind) for name, kind in (("marks", "u1"), ("files", "u1"), ("ends", "<i8"), ("words", "<i8"))}

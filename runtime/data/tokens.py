@@ -7,10 +7,9 @@ marks      s w   w       s   w             bits: a word begins here, a sentence 
 words          3           2               of the text before it was cut into tokens
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -86,17 +85,6 @@ class Piece:
     num_words: int
     closes: bool = True
     has_end: bool = False
-
-
-class Encoder(Protocol):
-    """Cuts text into tokens."""
-
-    @property
-    def tokenization(self) -> Tokenization: ...
-
-    def pieces(self, parts: Iterable[TextPart]) -> Iterator[Piece]:
-        """The tokens of parts in their order. Raises PlanError for anything that is not text."""
-        ...
 
 
 def id_dtype(tokenization: Tokenization) -> np.dtype:

@@ -94,18 +94,6 @@ class Groups:
         if self.world is not None:
             _open[id(self)] = self._end_with_the_process
 
-    @property
-    def tp_rank(self) -> int:
-        return self.coordinate["tp"]
-
-    @property
-    def dp_rank(self) -> int:
-        return self.coordinate["dp"]
-
-    @property
-    def pp_rank(self) -> int:
-        return self.coordinate["pp"]
-
     def rank_of_stage(self, stage: int) -> int:
         """The global rank that runs ``stage`` at this rank's tp, cp and dp."""
         return self.mesh.rank_of(**{**self.coordinate, "pp": self.mesh.pp_rank_of(stage)})

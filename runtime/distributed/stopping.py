@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 # Schedulers send one of the first two before they take a machine away. Windows has no SIGUSR1.
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGINT)
@@ -44,13 +44,6 @@ def announce_orders(has_orders: bool) -> None:
     """Rank 0: from the next update on, every rank learns that it has orders, until it has none."""
     global _has_orders
     _has_orders = has_orders
-
-
-class Told(Protocol):
-    """The part of a StepReport that ``agreed`` reads."""
-
-    @property
-    def stop_requested(self) -> bool: ...
 
 
 class Stopping:
@@ -87,8 +80,8 @@ class Stopping:
         """As if SIGTERM had come: all ranks stop after the same step, the next one at the earliest."""
         _note(signal.SIGTERM, None)
 
-    def agreed(self, report: Told) -> bool:
-        """Whether any rank got a stop request before the update of ``report``: the same on every rank.
+    def agreed(self, report: Any) -> bool:
+        """Whether any rank got a stop request before the update of ``report``, a StepReport: the same on every rank.
 
         It reads the report, so it waits for the device if the step still runs there.
         """

@@ -142,7 +142,7 @@ class Running:
 
     def addend_of(self, loss: Tensor | None) -> Tensor:
         """This rank's addend to the global loss: the tp ranks of the last stage all have it, one adds it."""
-        return loss if loss is not None and self.groups.tp_rank == 0 else self.nothing
+        return loss if loss is not None and self.groups.place["tp"] == 0 else self.nothing
 
     def over_world(self, addend: Tensor) -> float:
         """The sum over all ranks."""
@@ -204,7 +204,7 @@ def executor_of(
     orders, groups = built.plan.schedule.orders, built.groups
     return kind(
         built.program.stages,
-        orders[groups.pp_rank],
+        orders[groups.place["pp"]],
         Transport(groups, len(built.plan.stages), orders),
         built.program.random,
         before_backward=before_backward,
@@ -218,7 +218,7 @@ def executor_of(
 def graphs_of(built: Built) -> Graphs | None:
     """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none, or nothing trains."""
     asked, program, buffers = spec_of(built.plan).cuda_graphs, built.program, built.optimizer.buffers
-    order, device = without_weights(built.plan.schedule.orders[built.groups.pp_rank]), built.groups.device
+    order, device = without_weights(built.plan.schedule.orders[built.groups.place["pp"]]), built.groups.device
     if asked.impl == "none" or built.mode == "evaluate":
         return None
     if asked.impl == "transformer_engine":
@@ -259,7 +259,7 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     assumptions = tuple(decisions.program.assumptions)
     lengths = tuple(row.length for row in plan.lengths)
     told = computed, decisions.id_ranges, assumptions, lengths, spec.forms
-    return BatchLayout(inputs, *sizes, groups.dp_rank, *told)
+    return BatchLayout(inputs, *sizes, groups.place["dp"], *told)
 
 
 def _optimizer(
@@ -267,7 +267,7 @@ def _optimizer(
 ) -> DistributedOptimizer:
     """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
     shards = plan.to_run()[1]
-    residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.pp_rank))
+    residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.place["pp"]))
     return DistributedOptimizer(
         parameters_of(program),
         buffers,
@@ -284,7 +284,7 @@ def _optimizer(
 
 def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:
     """Those of this rank by the plan; for an evaluation none if each weight is whole, else all, without gradients."""
-    planned = plan.to_run()[1].buffers_of_rank(groups.pp_rank, groups.place["ep"])
+    planned = plan.to_run()[1].buffers_of_rank(groups.place["pp"], groups.place["ep"])
     if mode == "train":
         return planned
     return tuple(b.frozen() for b in planned) if any(b.gathers for b in planned) else ()
@@ -294,7 +294,7 @@ def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchan
     """Of this rank's buckets that are updated matrix by matrix."""
     decisions, shards = plan.to_run()
     ep_rank, found = groups.place["ep"], {}
-    for number, buffer in enumerate(shards.buffers_of_rank(groups.pp_rank, ep_rank)):
+    for number, buffer in enumerate(shards.buffers_of_rank(groups.place["pp"], ep_rank)):
         homes = homes_of(buffer, plan.mesh, decisions.rules, ep_rank)
         if homes is not None:
             member = Member.of(plan.mesh, groups.rank, homes.axis, groups.over(homes.axis))

@@ -119,7 +119,7 @@ def check_attention(plan: Plan, groups: Groups) -> None:
 
 def _untaken(decisions: Decisions, groups: Groups) -> Iterator[tuple[str, str]]:
     """The source lines of this rank's calls that cuDNN does not take, with their operands."""
-    stages, mesh = decisions.mesh.stages_of(groups.pp_rank), decisions.mesh
+    stages, mesh = decisions.mesh.stages_of(groups.place["pp"]), decisions.mesh
     axis = AxisHandle("cp", mesh.cp, groups.place["cp"])
     for node in decisions.program.graph.graph.nodes:
         if node.target not in (causal_attention, gathered_attention) or is_random(node):

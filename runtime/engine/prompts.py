@@ -22,14 +22,13 @@ from planner.frozen_plan import Plan
 from planner.spec.spec import Spec
 from runtime.checkpoint.model_files import write_files
 from runtime.data.batches import BatchLayout
-from runtime.data.text.encoders import ByteEncoder, TokenizerFile
+from runtime.data.text.encoders import ByteEncoder, Encoder, TokenizerFile
 from runtime.data.token_batches import OF_IDS, length_of, roles_of
 from runtime.data.token_file import files_in, is_token_file
 
 FED = (*OF_IDS, "attention_mask", "segments", "positions")
 MASK = "attention_mask"
 Prompts = Mapping[str, Tensor] | Tensor | Sequence[Any]
-Codec = ByteEncoder | TokenizerFile
 MOST = 64  # new tokens, if no number is given
 
 
@@ -174,7 +173,7 @@ def _row(row: Any) -> list[int]:
     return ids.tolist()
 
 
-def codec_of(tokenizer: str | None) -> Codec:
+def codec_of(tokenizer: str | None) -> Encoder:
     """Of a tokenizer's file or directory, or of the token file of samples that it made; without one, bytes are the
     tokens. Raises PlanError for another file."""
     if tokenizer is None:
@@ -196,7 +195,7 @@ def tokenizer_in(source: str) -> Iterator[str]:
 
 
 def tokens_of(
-    texts: Sequence[str], codec: Codec, spec: Spec, decided: Plan, max_new_tokens: int | None = None
+    texts: Sequence[str], codec: Encoder, spec: Spec, decided: Plan, max_new_tokens: int | None = None
 ) -> tuple[list[list[int]], int]:
     """The tokens of each text, and how many new ones each gets: without a number as many as fit, up to 64.
 
@@ -210,7 +209,7 @@ def tokens_of(
 
 
 def fitted(
-    texts: Sequence[str], codec: Codec, spec: Spec, max_new_tokens: int | None = None
+    texts: Sequence[str], codec: Encoder, spec: Spec, max_new_tokens: int | None = None
 ) -> tuple[list[list[int]], int, dict[str, str]]:
     """As ``tokens_of``, and the role of each input. Raises PlanError if no plan of ``spec`` takes the texts."""
     inputs = spec.longest.require_inputs()

@@ -84,7 +84,7 @@ class Update:
             return [], []
         rows = [] if load.figures is None or not load.sizes else [load.figures]
         asked = [] if load.asked is None or not load.num_asked else [load.asked]
-        return rows if self._groups.tp_rank == 0 else list(map(torch.zeros_like, rows)), asked
+        return rows if self._groups.place["tp"] == 0 else list(map(torch.zeros_like, rows)), asked
 
 
 def peak_bytes(device: torch.device) -> int:

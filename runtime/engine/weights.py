@@ -16,7 +16,7 @@ from runtime.distributed.faults.faults import shared_call
 from runtime.engine.build import Running, need_training, parameters_of
 from runtime.optimizer.whole_weights import Opened
 from runtime.weights.initial_weights import Fresh
-from runtime.weights.shards import OwnParameters, by_all_names, collect, initialise
+from runtime.weights.shards import OwnParameters, collect, initialise
 from runtime.weights.sources import ModelWeights, RecordedWeights
 
 
@@ -36,8 +36,7 @@ class EngineWeights:
         unused = broadcast_json(groups, [*kept.parameters])
         dtypes = {row.name: getattr(torch, row.dtype) for row in rows if row.name not in unused}
         with self.own() as own:
-            found = collect(rows, own, dtypes, groups)
-        return by_all_names(rows, {**found, **kept.parameters})
+            return collect(self.running.plan, own, dtypes, groups, kept.parameters)
 
     @shared_call("gather")
     def gather_gradients(self) -> dict[str, Tensor]:
@@ -55,9 +54,7 @@ class EngineWeights:
         gradients = running.optimizer.gather_gradients(grad_scale=running.loss_scale.value)
         shards = running.plan.to_run()[1]
         dtypes = {n: b.main_dtype for n, b in shards.buffer_of(running.plan.mesh.ep).items()}
-        return by_all_names(
-            running.plan.parameters, collect(running.plan.parameters, gradients, dtypes, running.groups)
-        )
+        return collect(running.plan, gradients, dtypes, running.groups)
 
     @shared_call("load")
     def load_pretrained(self, directory: str | PathLike[str]) -> None:

@@ -22,6 +22,7 @@ from runtime.checkpoint.pretrained_load import check_pretrained
 from runtime.checkpoint.saves import check_average, look, resolve
 from runtime.compiled.requirements import check_machine
 from runtime.data.reading import check_vocabulary, read_tokens
+from runtime.data.text.encoders import Encoder
 from runtime.data.token_file import check_content, is_token_file
 from runtime.data.tokens import Tokens
 from runtime.distributed.devices import launched
@@ -29,7 +30,7 @@ from runtime.distributed.launch import launch
 from runtime.distributed.same_options import require_same, require_same_options, told_to_all
 from runtime.engine.engine import Engine
 from runtime.engine.next_tokens import Choice
-from runtime.engine.prompts import Codec, codec_of, fitted, tokens_of
+from runtime.engine.prompts import codec_of, fitted, tokens_of
 from runtime.evaluation.evaluate import Cloze, Perplexity, cloze, original_of, passages_of, perplexity
 from runtime.evaluation.rows import RowBatches, windows_of
 from runtime.shared_plan import Planned, num_ranks_of, planned, shared
@@ -178,16 +179,18 @@ class Generation(Asked):
     max_new_tokens: int | None = None
     cache: bool | None = None
 
-    def read(self, spec: Spec, *, is_whole: bool = False) -> Codec:
+    def read(self, spec: Spec, *, is_whole: bool = False) -> Encoder:
         codec = codec_of(self.tokenizer)
         fitted(self.prompts, codec, spec, self.max_new_tokens)
         return codec
 
-    def fitted(self, spec: Spec, decided: Plan, given: Codec) -> tuple[list[list[int]], int]:
+    def fitted(self, spec: Spec, decided: Plan, given: Encoder) -> tuple[list[list[int]], int]:
         """The tokens of each prompt, and how many new ones each gets."""
         return tokens_of(self.prompts, given, spec, decided, self.max_new_tokens)
 
-    def run(self, engine: Engine, given: Codec, needed: tuple[list[list[int]], int], *, leads: bool) -> list[Continued]:
+    def run(
+        self, engine: Engine, given: Encoder, needed: tuple[list[list[int]], int], *, leads: bool
+    ) -> list[Continued]:
         self.weights.into(engine, leads=leads)
         found = engine.generate(*needed, stop=given.ends, cache=self.cache, **asdict(self.choice))
         if leads and found.uncached_because:

@@ -258,7 +258,7 @@ class Executor:
         orders, groups = self.transport.orders or (self.order,), self.transport.groups
         if not torch.is_grad_enabled():  # evaluation runs the forwards alone
             orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
-        return grid_around(orders, groups.pp_rank, action, groups.mesh.fold)
+        return grid_around(orders, groups.place["pp"], action, groups.mesh.fold)
 
 
 def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:

@@ -79,7 +79,7 @@ class StaticBuffers(FreshBuffers):
     def __init__(self, boundaries: Sequence[Sequence[BoundaryPlan]], orders: Sequence[Order], groups: Groups) -> None:
         """``boundaries``: of each boundary of the pipeline, those that this rank has no end of may be empty."""
         mesh, num_stages = groups.mesh, len(boundaries) + 1
-        self._slots = message_slots(orders, groups.pp_rank, num_stages, mesh.fold, one_way(boundaries))
+        self._slots = message_slots(orders, groups.place["pp"], num_stages, mesh.fold, one_way(boundaries))
         self._rings: dict[Ring, list[list[Tensor]]] = {
             ring: [made(crossing(boundaries[ring.boundary], ring.kind), groups.device) for _ in range(count)]
             for ring, count in ring_sizes(self._slots).items()

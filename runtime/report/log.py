@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from passes.errors import PlanError, Where, first_line
+from passes.errors import Where, refusing
 from planner.files.atomic import replaced_file
 from planner.files.text import writing
 from planner.frozen_plan import Plan
@@ -278,6 +279,10 @@ class TensorBoard:
         self._writer.close()
 
 
+_FIX_OF_WANDB = "log in by `wandb login`, set WANDB_MODE=offline, or remove --wandb"
+_of_wandb = partial(refusing, "Weights & Biases", where="--wandb", fix=_FIX_OF_WANDB, of=(Exception,))
+
+
 class WandB:
     """Owns a run of the project. ``place``: PROJECT, or PROJECT/NAME; ``name``: of the run, if that has none.
 
@@ -297,15 +302,6 @@ class WandB:
     def close(self) -> None:
         with _of_wandb():
             self._run.finish()
-
-
-@contextmanager
-def _of_wandb() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        fix = "log in by `wandb login`, set WANDB_MODE=offline, or remove --wandb"
-        raise PlanError(f"Weights & Biases: {first_line(error)}", where="--wandb", fix=fix) from error
 
 
 def _figures(row: StepRow, own: Mapping[str, float]) -> dict[str, float]:

@@ -10,29 +10,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
 from planner.tables.sizes import format_bytes
-from runtime.report.log import StepRow
+from runtime.report.log import Log, StepRow, TensorBoard, WandB
 
 _BAR = 12  # characters
 _WIDE = 60  # a terminal with less has no bar
 _REFRESHES = 4  # a second
 _ALWAYS = 0  # shown at any width
 _MUCH_DATA = 0.02  # of a step: a batch that takes longer to make is reported
+Sink = Log | TensorBoard | WandB
 _UNITS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
-
-
-class Sink(Protocol):
-    """A destination of each step's figures beside the screen. ``own``: further ones, by the user's names."""
-
-    def write(self, row: StepRow, own: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class LiveLine:

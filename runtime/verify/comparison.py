@@ -185,13 +185,17 @@ class Beside:
             self.precision = seen.dtype
         step = self._one.num_updates + 1
         allowed = self._allowed(step)
-        gradients = {name: p.grad for name, p in named_parameters(self._one.model)}
+        gradients = {name: p.grad for name, p in self._parameters.items()}
         self.rows.append(compare_value("loss", made.loss, loss, allowed.of_loss(loss), step))
         self.rows += compare_gradients(made.gradients, gradients, allowed, step)
         unscaled = {name: None if g is None else g.clone() for name, g in gradients.items()}
         norm = self._one.update()
         self.rows.append(compare_value("norm", made.norm, norm, allowed.gradient, step))
         self._note(made.gradients, unscaled, norm)
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._one.model.named_parameters(remove_duplicate=False))
 
     @property
     def _is_rounded(self) -> bool:
@@ -205,14 +209,14 @@ class Beside:
         if not self._is_rounded:
             return
         with torch.no_grad():
-            for name, parameter in named_parameters(self._one.model):
+            for name, parameter in self._parameters.items():
                 if name in found and found[name].shape == parameter.shape:
                     parameter.copy_(found[name])
 
     def compare_parameters(self, found: Named) -> None:
         """After the last update of both. ``found``: the engine's, as full tensors."""
-        truth, step = dict(named_parameters(self._one.model)), self._one.num_updates
-        self.rows += compare_parameters(found, truth, self._allowed(step), self._still or set(), self._noise, step=step)
+        step, still = self._one.num_updates, self._still or set()
+        self.rows += compare_parameters(found, self._parameters, self._allowed(step), still, self._noise, step=step)
 
     def _allowed(self, num_updates: int) -> Tolerance:
         return Tolerance.of(
@@ -227,11 +231,6 @@ class Beside:
         of_matrices = noise_of_matrices(gradients, self._one.matrices, optimizer) if self._is_rounded else {}
         for name, noise in (noise_of_updates(found, gradients, optimizer, norm) | of_matrices).items():
             self._noise[name] = torch.maximum(self._noise.get(name, noise), noise)
-
-
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Under each of their names."""
-    return list(model.named_parameters(remove_duplicate=False))
 
 
 def noise_of_updates(

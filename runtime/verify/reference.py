@@ -116,7 +116,7 @@ def in_its_dtype(batch: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
 
 
 class OneProcess:
-    """Trains ``model`` itself. Owns torch's optimizer over it, and the count of updates.
+    """Trains ``model`` itself. Owns torch's optimizers over it, and the count of updates.
 
     Made after the engine that it is compared with, which takes its weights from the same model.
     ``draws``: the names of its draws, if dropout is on. ``parameters``: the plan's rows, if its optimizer has a rule of
@@ -139,7 +139,7 @@ class OneProcess:
         self.rate = LearningRate(spec.optimizer)
         self._mains = Mains(self.model)
         self.matrices = {p.name: p.matrices for p in parameters if p.matrices}
-        self.optimizer = optimizer_of(self.model, spec.optimizer, self.matrices, self._mains)
+        self.optimizers = optimizers_of(self.model, spec.optimizer, self.matrices, self._mains)
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
@@ -161,13 +161,14 @@ class OneProcess:
         """Clip, one update at this update's learning rate; returns the gradient norm before clipping."""
         o = self.spec.optimizer
         self._mains.read()
-        groups = self.optimizer.param_groups
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         parameters = [p for group in groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, o.clip_grad_norm or float("inf"))
         rate = self.rate.at(self.num_updates)
         for group in groups:
             group["lr"] = rate * group["factor"]
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self._mains.write()
         self.num_updates += 1
         return norm.item()
@@ -287,19 +288,9 @@ def places_of(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int,
             yield dim, [(*place, run) if dim == 0 else (*place, slice(None), run) for run in runs]
 
 
-class Several:
-    """Optimizers of disjoint parameters that act as one."""
-
-    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self._parts = parts
-        self.param_groups = [group for part in parts for group in part.param_groups]
-
-    def step(self) -> None:
-        for part in self._parts:
-            part.step()
-
-
-def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains) -> Several:
+def optimizers_of(
+    model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains
+) -> list[torch.optim.Optimizer]:
     """Over the trained parameters, or ``mains`` of them; each group also has the ``factor`` of its learning rate.
 
     ``matrices``: of the weights that a rule of matrices updates, by name.
@@ -307,7 +298,7 @@ def optimizer_of(model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matr
     by_rule: dict[str, list[dict[str, Any]]] = {}
     for settings, group in _groups(model, o, matrices, mains):
         by_rule.setdefault(settings.rule, []).append(group)
-    return Several([_of_rule(rule, groups, o) for rule, groups in by_rule.items()])
+    return [_of_rule(rule, groups, o) for rule, groups in by_rule.items()]
 
 
 def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch.optim.Optimizer:

@@ -249,15 +249,23 @@ class OwnParameters(Mapping[str, Tensor]):
 
 
 def collect(
-    rows: Iterable[ParameterPlan], own: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], groups: Groups
+    plan: Plan,
+    own: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    groups: Groups,
+    kept: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Full tensors on the CPU of rank 0, by name, ``{}`` elsewhere. ``own``: this rank's shards by name.
+    """Full tensors on the CPU of rank 0, in the model's order and under all names; ``{}`` elsewhere.
 
-    ``dtypes``: the dtype to send of each row; rows without one are left out. Every rank calls it with the same rows and
-    dtypes.
+    ``own``: this rank's shards by name. ``dtypes``: the dtype to send of each row; of rows without one, those that are
+    ``kept``. Every rank calls it with the same dtypes.
     """
-    found = {row.name: whole(row, own, dtypes[row.name], groups) for row in rows if row.name in dtypes}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    found = {}
+    for row in plan.parameters:
+        tensor = whole(row, own, dtypes[row.name], groups) if row.name in dtypes else (kept or {}).get(row.name)
+        if tensor is not None:
+            found |= dict.fromkeys((row.name, *row.aliases), tensor)
+    return found
 
 
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
@@ -321,12 +329,3 @@ def runs_in(part: Part, shape: Sequence[int], box: Box) -> Runs:
             held = tuple(slice(a + n, b + n) for a, b, n in zip(start, stop, shift, strict=True))
             found.append((held, Box(tuple(start), tuple(stop)).slices_in(box)))
     return found
-
-
-def by_all_names(rows: Iterable[ParameterPlan], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In the model's order, tied parameters under each of their names; tensors without a row come last."""
-    named = {}
-    for row in rows:
-        if row.name in tensors:
-            named.update(dict.fromkeys((row.name, *row.aliases), tensors[row.name]))
-    return {**named, **{name: tensor for name, tensor in tensors.items() if name not in named}}

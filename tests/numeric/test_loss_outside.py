@@ -176,7 +176,7 @@ def exchanged(plan: Any, batches: list[Batch], labels: str, num_tokens: int) -> 
             axis.bytes.clear()
         engine.forward_backward(batch, loss=loss)
         seen = {(name, *key): size for name in ("tp", "cp") if name in axes for key, size in axes[name].bytes.items()}
-        pp_rank = engine.groups.pp_rank
+        pp_rank = engine.groups.place["pp"]
     decisions, shards = plan.to_run()
     listed: Counter[Any] = Counter()
     for row in rows_with_loss_outside(decisions, shards, plan.schedule, plan.recomputed):

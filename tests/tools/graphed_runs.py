@@ -76,7 +76,7 @@ def figures(engine: Engine) -> tuple[int, int, int]:
 
 def planned(engine: Engine, steps: int) -> tuple[int, int, int]:
     """The same by the plan."""
-    rank = engine.groups.pp_rank
+    rank = engine.groups.place["pp"]
     rows = [row for row in engine.plan.graph_slots if row.pp_rank == rank]
     num_bytes = sum(row.bytes for row in rows)
     assert num_bytes == engine.plan.memory[rank].graph_buffers

@@ -227,6 +227,9 @@ class ByteEncoder:
         return Piece(joined[skip:], marks[skip:], len(begins), closes)
 
 
+Encoder = ByteEncoder | TokenizerFile
+
+
 def _breaks(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:
     """The newlines that are followed by more white space: ends of paragraphs."""
     newlines = np.flatnonzero(text[:-1] == _NEWLINE)

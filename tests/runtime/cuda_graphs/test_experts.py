@@ -214,7 +214,7 @@ def train_with_late_sends(plan: Any, batches: Any) -> Trained:
     with Engine(plan, timeout_seconds=HANG_SECONDS) as engine, pytest.MonkeyPatch.context() as patch:
         if engine.graphs is not None:
             engine.capture_graphs()
-        if engine.groups.pp_rank == 0:
+        if engine.groups.place["pp"] == 0:
             patch.setattr(dist, "isend", _Later)
         return train_on(engine, batches[:2])
 

@@ -208,7 +208,7 @@ def eager(name: str, steps: int, **sections: Any) -> Trained:
 
 def assert_counts(engine: Engine, steps: int) -> None:
     """Graphs, replays and static inputs of this rank are those of the plan."""
-    graphs, rank = engine.graphs, engine.groups.pp_rank
+    graphs, rank = engine.graphs, engine.groups.place["pp"]
     assert isinstance(graphs, TransformerEngineGraphs)
     rows = [row for row in engine.plan.graph_slots if row.pp_rank == rank]
     assert graphs.num_graphs == sum(row.num_graphs for row in rows) > 0

@@ -32,7 +32,7 @@ def groups_of_rank(sizes: dict, tied: list[tuple[int, ...]]) -> dict:
     found = {axis: members(groups.over(axis)) for axis in ("tp", "cp", "dp", "dp-cp", "pp", "world")}
     found["name"] = groups.faults.activity.name
     found["embedding"] = {stages: members(groups.over(stages)) for stages in tied}
-    found["next"] = groups.rank_of_stage(groups.pp_rank + 1)
+    found["next"] = groups.rank_of_stage(groups.place["pp"] + 1)
     groups.close()
     found["closed"] = not dist.is_initialized()
     return found

@@ -37,7 +37,7 @@ def exchange() -> list[list]:
     groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=HANG_SECONDS)
     transport, count = Transport(groups, 2), NUM_MESSAGES
     received = []
-    if groups.pp_rank == 0:
+    if groups.place["pp"] == 0:
         for microbatch in range(count):
             transport.post(Message("B", 0, microbatch), ALL)
             transport.send(Message("F", 0, microbatch), values(microbatch))
@@ -91,12 +91,12 @@ def run_schedules(pp: int) -> list[tuple[float, list[float], list[int]]]:
     for kind, microbatches, vpp, group_size in SCHEDULES[pp]:
         schedule = build_schedule(kind, pp, microbatches, vpp, group_size)
         groups = open_groups(Mesh(pp=pp, vpp=vpp, fold=schedule.fold), {}, [], timeout_seconds=HANG_SECONDS)
-        stages = scale_stages(groups.pp_rank, schedule, NUM_ELEMENTS)
+        stages = scale_stages(groups.place["pp"], schedule, NUM_ELEMENTS)
         held: list[int] = []
         transport = Transport(groups, pp * vpp, schedule.orders)
         executor = Executor(
             stages,
-            schedule.orders[groups.pp_rank],
+            schedule.orders[groups.place["pp"]],
             transport,
             RandomState(0, 0),
             before_backward=lambda _, transport=transport, held=held: held.append(len(transport._sending)),
@@ -133,12 +133,12 @@ def count_held() -> list[int]:
     groups = open_groups(Mesh(pp=2), {}, [], timeout_seconds=HANG_SECONDS)
     transport, held = Transport(groups, 2, schedule.orders), []
     for microbatch in range(3):
-        if groups.pp_rank == 0:
+        if groups.place["pp"] == 0:
             transport.send(Message("F", 0, microbatch), values(microbatch))
-    if groups.pp_rank == 0:
+    if groups.place["pp"] == 0:
         held.append(len(transport._sending))
     for microbatch in range(3):
-        if groups.pp_rank == 0:
+        if groups.place["pp"] == 0:
             transport.receive(Message("B", 0, microbatch), ALL)
             held.append(len(transport._sending))
         else:

@@ -84,7 +84,7 @@ def _broken(engine: Engine, guard: NonFiniteGuard, good: dict[str, Tensor], faul
         batch[name][sequence, layer] = value
     engine.optimizer.wait_parameters()
     own, kept = own_parameters(engine), 0.0
-    has_fault = fault.weight in own and engine.groups.tp_rank == fault.tp_rank
+    has_fault = fault.weight in own and engine.groups.place["tp"] == fault.tp_rank
     if has_fault:
         kept = float(own[fault.weight].view(-1)[0])
         own[fault.weight].view(-1)[0] = fault.huge
