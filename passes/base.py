@@ -12,7 +12,7 @@ order, the received boundary values (``receives``), the batch tensors it reads (
 to give them, and last the loss if the stage computes it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,8 +220,9 @@ class StageModule:
 class RankProgram:
     """All that one rank runs: its stages in chunk order, the axis handles and the random state they share.
 
-    ``count_module(*inputs) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars, such as
-    its number of valid tokens); the engine sums them over the global batch and feeds the sums to ``denominators``.
+    ``count_module(*inputs, *totals) -> tuple`` gives for ONE microbatch the loss denominators' local counts (scalars,
+    such as its number of valid tokens); the engine sums them over the global batch and feeds the sums to
+    ``denominators``. ``totals``: these sums, known after ``count_levels`` turns.
     ``load``: the counts of rows that experts get. ``sums``: those of the global batch that the loss needs, counted by
     forwards of their own. ``gate``: lets stages wait for updated parameters; None if all are
     awaited before the first forward. ``weight_gradients``: the weight gradients of their products.
@@ -232,8 +233,26 @@ class RankProgram:
     random: RandomState
     count_module: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
+    count_levels: int = 1
     gate: ParameterGate | None = None
     load: ExpertLoad | None = None
     sums: GlobalSums | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     notes: list[str] = field(default_factory=list)
+
+    def totals(
+        self,
+        microbatches: Sequence[Mapping[str, torch.Tensor]],
+        over_ranks: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> list[torch.Tensor]:
+        """The loss denominators of these microbatches together; ``over_ranks`` adds up those of all ranks in place."""
+        if self.count_module is None:
+            return []
+        given = [[microbatch[name] for name in self.count_inputs] for microbatch in microbatches]
+        number = len(self.count_module.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+        totals = torch.ones(number, dtype=torch.float64, device=given[0][0].device)
+        for _ in range(self.count_levels):
+            counts = [self.count_module(*inputs, *totals) for inputs in given]
+            totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
+            over_ranks(totals)
+        return list(totals)

@@ -72,6 +72,7 @@ def _rank_program(
         context.random,
         counts,
         inputs,
+        decisions.terms.levels,
         context.gate,
         load=context.load,
         sums=context.sums,

@@ -61,21 +61,20 @@ def denominators(built: Built, batch: Mapping[str, Tensor], *, local: bool) -> l
     one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
     """
     layout, groups = built.layout, built.groups
-    count, names = built.program.count_module, built.program.count_inputs
-    if count is None:
-        return []
+    names = built.program.count_inputs
     shared = local or layout.num_microbatches * groups.mesh.dp > MAX_COUNTED
     if shared:
         microbatches = layout.microbatches(batch, names, groups.device, local=local)
     else:
         microbatches = layout.all_microbatches(batch, names, groups.device)
-    counts = [count(*(microbatch[name] for name in names)) for microbatch in microbatches]
-    totals = torch.stack([torch.stack([c.to(torch.float64) for c in row]) for row in counts]).sum(0)
-    if shared and groups.over("dp") is not None:
-        counts_here = all(groups.coordinate[axis] == 0 for axis in ("tp", "cp", "pp"))
-        totals = totals if counts_here else torch.zeros_like(totals)
-        dist.all_reduce(totals, group=groups.world)
-    return list(totals)
+
+    def over_ranks(totals: Tensor) -> None:
+        if shared and groups.over("dp") is not None:
+            if any(groups.coordinate[axis] for axis in ("tp", "cp", "pp")):
+                totals.zero_()
+            dist.all_reduce(totals, group=groups.world)
+
+    return built.program.totals(microbatches, over_ranks)
 
 
 class Rounds:
@@ -134,14 +133,14 @@ class Rounds:
 
     def _uncounted(self, batch: Batch) -> int:
         """The number that hides a sequence from all counts. Raises PlanError if there is none."""
-        module, names = self._built.program.count_module, self._built.program.count_inputs
-        if module is None:
+        program, names = self._built.program, self._built.program.count_inputs
+        if program.count_module is None:
             raise self._counted(batch)
         for number in UNCOUNTED:
             shapes = [(self.layout.micro, *batch[name].shape[1:]) for name in names]
             device = self._built.groups.device
-            given = [batch[n].new_full(s, number).to(device) for n, s in zip(names, shapes, strict=True)]
-            if not any(bool(count) for count in module(*given)):
+            given = {n: batch[n].new_full(s, number).to(device) for n, s in zip(names, shapes, strict=True)}
+            if not any(program.totals([given])):
                 return number
         raise self._counted(batch)
 

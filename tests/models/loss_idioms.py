@@ -108,6 +108,34 @@ def shifted(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / count
 
 
+# ---- counts that read other counts
+
+
+def weights_normed_then_masked(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    weights, mask = (1 + labels % 3).to(logits.dtype), labels != IGNORED
+    weights = weights / weights.sum()
+    return (rows(logits, labels) * weights * mask).sum() / (weights * mask).sum()
+
+
+def mean_that_nothing_else_reads(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    values = (labels % 5).to(logits.dtype)
+    return rows(logits, labels).sum() / (values - values.mean()).square().sum()
+
+
+def whitened_sequences(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Three levels: a mean, a variance about it, and the sum of all sizes after it."""
+    rewards = (labels % 5).to(logits.dtype).sum(1)
+    rewards = rewards - rewards.mean()
+    rewards = rewards / rewards.square().mean().sqrt()
+    return (rows(logits, labels).sum(1) * rewards).sum() / rewards.abs().sum()
+
+
+def class_weights_of_counts(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Rare classes of the batch weigh more, and the mean is over these weights."""
+    often = F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype).sum((0, 1))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=1 / (1 + often))
+
+
 # ---- loops, chunks and stacks
 
 
@@ -262,7 +290,8 @@ SHAPES: dict[str, Loss] = {f.__name__: f for f in (
     arange_mask, filled_mask, cat_mask, new_full_mask, ones_like_mask, count_times_size, both_masks, view_mean_sum,
     ones_product, weights_product, einsum_of_mask, normalised_weights, position_weights, weighted_by_size,
     penalty_each, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio, cosine_embedding,
-    margin_ranking, ranges_of_rows, margins, own_targets,
+    margin_ranking, ranges_of_rows, margins, own_targets, weights_normed_then_masked, mean_that_nothing_else_reads,
+    whitened_sequences, class_weights_of_counts,
 )}  # fmt: skip
 SHAPES |= {
     "ones_like_labels": lambda logits, labels, _: rows(logits, labels).sum() / torch.ones_like(labels).sum(),

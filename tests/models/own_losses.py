@@ -102,8 +102,17 @@ def spread_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
     return mean_loss(logits, labels) + (rows.square().mean(0) - rows.mean(0).square()).clamp(min=1e-6).sqrt().sum()
 
 
+def whitened_loss(logits: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+    """A policy gradient: rewards less their mean over their deviation, both of all valid tokens of the batch."""
+    valid = (labels != -100).to(logits.dtype)
+    rewards = (labels % 7).to(logits.dtype)
+    mean = (rewards * valid).sum() / valid.sum()
+    variance = ((rewards - mean).square() * valid).sum() / valid.sum()
+    return (each_loss(logits, labels) * (rewards - mean) * torch.rsqrt(variance + 1e-8)).sum() / valid.sum()
+
+
 LOSSES = {loss.__name__.replace("_", "-"): loss for loss in (
     logsumexp_loss, item_loss, weights_loss, means_loss, sum_by_size_loss, inner_size_loss, by_position_loss,
     by_sequence_loss, class_weights_loss, masked_loss, several_losses, z_loss, entropy_loss, balanced_loss,
-    spread_loss,
+    spread_loss, whitened_loss,
 )}  # fmt: skip

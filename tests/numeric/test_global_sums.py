@@ -35,6 +35,13 @@ def evaluated(made: Plan, batches: list[Batch]) -> float:
         return engine.evaluate(batches[0])
 
 
+def of_own_rows(made: Plan, batches: list[Batch]) -> float:
+    """The loss of the global batch, of which each dp rank is given its rows."""
+    with Engine(made, timeout_seconds=HANG_SECONDS) as engine:
+        own = {name: rows.chunk(engine.mesh.dp_size)[engine.mesh.dp_rank] for name, rows in batches[0].items()}
+        return engine.forward_backward(own, local=True)
+
+
 def with_no_label(decided: Plan, batches: list[Batch], kept: int) -> tuple[float, Batch]:
     """Loss and gradients where all sequences but the first ``kept`` have every label ignored."""
     batch = {k: v.clone() for k, v in batches[0].items()}
@@ -58,6 +65,13 @@ def test_an_evaluation_takes_its_means_over_the_global_batch(lab: Lab) -> None:
     entry = families.build("spread-loss")
     expected = entry.loss(entry.model.eval()(**entry.batch(8, 0)))
     assert lab.run(case) == [pytest.approx(expected.item(), rel=1e-12)] * 2
+
+
+def test_counts_that_read_counts_are_summed_over_the_ranks_level_by_level(lab: Lab) -> None:
+    case = Case("whitened-loss", {"dp": 2, "tp": 2}, num_sequences=8, micro=2, job=of_own_rows)
+    entry = families.build("whitened-loss")
+    expected = entry.loss(entry.model.eval()(**entry.batch(8, 0)))
+    assert lab.run(case) == [pytest.approx(expected.item(), rel=1e-12)] * 4
 
 
 @pytest.mark.thorough

@@ -25,7 +25,7 @@ from runtime.weights.sources import ModelWeights
 from tests.models import families
 from tests.tools.captures import plan_again
 from tests.tools.saved_memory import Made
-from tests.tools.simulated_mesh import Ran, counted, exchanges_of, given_to, run_mesh, shares_of, spec_of, totals_of
+from tests.tools.simulated_mesh import Ran, counted, exchanges_of, given_to, run_mesh, shares_of, spec_of
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True, "vocabulary_multiple": 8}
 KINDS = ("full", "selective")
@@ -130,7 +130,7 @@ def gradients_of(made: Plan, name: str, programs: list[RankProgram] | None = Non
     stages = sorted(((s, p) for p in programs for s in p.stages), key=lambda pair: pair[0].index)
     batch = families.build(name).batch(8, 0)
     shares = shares_of(batch, 4)
-    totals = totals_of(programs[0], shares)
+    totals = programs[0].totals(shares)
     losses = []
     for microbatch in range(4):
         values: Any = ()
@@ -222,7 +222,7 @@ def forward(made: Plan, name: str) -> tuple[Tensor, int, nn.Module]:
     (program,) = programs_of(made, name)
     (stage,) = program.stages
     batch = families.build(name).batch(2, 0)
-    given = given_to(stage, batch, totals_of(program, [batch]))
+    given = given_to(stage, batch, program.totals([batch]))
     with Made() as memory:
         *_, loss = stage.module(*given)
     apart = [*stage.module.parameters(), *stage.module.buffers(), loss]
@@ -344,7 +344,7 @@ def test_nothing_is_left_after_the_backward_and_each_block_runs_again_once(monke
     (program,) = programs_of(planned("gpt2-dropout", "full"), "gpt2-dropout")
     module = program.stages[0].module
     batch = families.build("gpt2-dropout").batch(2, 0)
-    totals = totals_of(program, [batch])
+    totals = program.totals([batch])
     with Made() as memory:
         given = given_to(program.stages[0], batch, totals)
         module(*given)[-1].backward()
@@ -360,7 +360,7 @@ def test_without_gradients_nothing_is_watched(monkeypatch: pytest.MonkeyPatch):
     batch = families.build("gpt2-dropout").batch(2, 0)
     stage = program.stages[0]
     with torch.no_grad():
-        stage.module(*given_to(stage, batch, totals_of(program, [batch])))
+        stage.module(*given_to(stage, batch, program.totals([batch])))
 
 
 def test_a_forward_that_fails_leaves_no_hooks():

@@ -94,13 +94,16 @@ def _sum_of_shares(
 ) -> Tensor:
     parts = [dict(zip(batch, t, strict=True)) for t in zip(*(v.split(micro) for v in batch.values()), strict=True)]
     count = terms.counts or (lambda *_: ())
-    counted = [count(*_values(program, model, part, terms.count_inputs)) for part in parts]
-    totals = dict(zip(terms.denominators, map(sum, zip(*counted, strict=True)), strict=True))
+    totals = dict.fromkeys(terms.denominators, torch.ones((), dtype=torch.float64))
+    for _ in range(terms.levels):
+        read = (*terms.count_inputs, *terms.denominators)
+        counted = [count(*_values(program, model, part | totals, read)) for part in parts]
+        sums = (torch.as_tensor(sum(column), dtype=torch.float64) for column in zip(*counted, strict=True))
+        totals = dict(zip(terms.denominators, sums, strict=True))
     holders = [n.name for n in program.graph.graph.nodes if n.op == "placeholder"]
     losses = []
     for part in parts:
-        known = part | {name: torch.as_tensor(total, dtype=torch.float64) for name, total in totals.items()}
-        losses.append(program.graph(*_values(program, model, known, holders))[0])
+        losses.append(program.graph(*_values(program, model, part | totals, holders))[0])
     return torch.stack(losses).sum()
 
 

@@ -18,7 +18,7 @@ from runtime.weights.shards import fill, share
 from runtime.weights.sources import ModelWeights
 from tests.tools.captures import plan_again
 from tests.tools.ranks import Ranks
-from tests.tools.simulated_mesh import Batch, bind, given_to, shares_of, spec_of, totals_of
+from tests.tools.simulated_mesh import Batch, bind, given_to, shares_of, spec_of
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def scores_on(
             change(last)
             scoring[rank] = last
     shares = shares_of(batch, made.mesh.dp)
-    totals = totals_of(programs[0], shares)
+    totals = programs[0].totals(shares)
     fronts = [rank for rank in range(made.mesh.world_size) if not made.mesh.place(rank)["pp"]]
 
     @torch.no_grad()

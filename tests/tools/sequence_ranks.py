@@ -92,7 +92,9 @@ def values_of(program: Program, model: nn.Module, batch: Mapping[str, Tensor], t
     values |= {name: held[fqn] for name, fqn in program.buffers.items() if fqn in held}
     values |= program.constants | {name: batch[key] for name, key in program.inputs.items()}
     if terms.counts is not None:
-        counts = terms.counts(*(values[name] for name in terms.count_inputs))
+        assert terms.levels == 1
+        totals = torch.ones(len(terms.denominators), dtype=torch.float64)
+        counts = terms.counts(*(values[name] for name in terms.count_inputs), *totals)
         values |= {n: torch.as_tensor(c).double() for n, c in zip(terms.denominators, counts, strict=True)}
     return values
 

@@ -79,7 +79,7 @@ class Spread:
             fill(program.stages, ModelWeights(model), self.mesh, self.mesh.place(rank), device)
             change(program)
         self.batches = shares_of({n: x.to(device) for n, x in batch.items()}, self.mesh.dp)
-        self.totals = totals_of(self.programs[0], self.batches)
+        self.totals = self.programs[0].totals(self.batches)
 
     def run(self, job: Callable[[RankProgram, Batch, list[Tensor]], Any]) -> list[Any]:
         """``job(program, batch, totals)`` of each rank."""
@@ -97,15 +97,6 @@ class Spread:
 def shares_of(batch: Batch, count: int) -> list[Batch]:
     """Its microbatches, or those of the dp ranks."""
     return [{name: x.chunk(count)[i] for name, x in batch.items()} for i in range(count)]
-
-
-def totals_of(program: RankProgram, batches: list[Batch]) -> list[Tensor]:
-    """What the loss is divided by, over these microbatches."""
-    module = program.count_module
-    if module is None:
-        return []
-    counts = [module(*(batch[n] for n in program.count_inputs)) for batch in batches]
-    return [torch.stack([torch.as_tensor(c) for c in column]).sum() for column in zip(*counts, strict=True)]
 
 
 def bind(programs: Sequence[RankProgram], mesh: Mesh, rank: int, among: Sequence[int] | None = None) -> None:

@@ -83,7 +83,6 @@ class Typing:
             aten.reshape.default: self._reshaped,
         }
         self._from_inputs = input_only(program)
-        self._counted: set[fx.Node] = set()  # readers of counts
         self._pieces: set[fx.Node] = set()  # cuts that equal a concatenated piece
         for node in program.graph.graph.nodes:
             if node.op != "output":
@@ -98,11 +97,8 @@ class Typing:
             part_of = {node: cut[0]}
         like = self._likeness.note(node, part_of)
         self.kinds[node] = replace(self._settled(node, kind), like=like)
-        if any(n in self._counted for n in inputs):
-            self._counted.add(node)
         if self._is_count(node):
             self.counts.append(node)
-            self._counted.add(node)
             self.kinds[node] = replace(whole, like=like)
 
     def _is_count(self, node: fx.Node) -> bool:
@@ -113,7 +109,6 @@ class Typing:
             and isinstance(val, torch.Tensor)
             and 0 < val.numel() <= MOST_SUMS
             and bool(self._from_inputs.get(node.name))
-            and node not in self._counted
             and not places_rows(node)
         )
 

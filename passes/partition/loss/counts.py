@@ -2,7 +2,8 @@
 
 A count is a sum over batch tensors alone, such as ``mask.sum()``: known before the first forward, and over the global
 batch simply the sum of the microbatches' counts. The mean of a batch tensor is such a sum over their number. A small
-vector of sums, one of each column, is as many counts.
+vector of sums, one of each column, is as many counts. A count may read others, as a variance reads a mean: it is taken
+once these are known.
 
 A mean cross-entropy of a microbatch is its share of the mean over all valid labels of the global batch; with class
 weights the divisor is the sum of the weights of the valid labels. The labels that the loss skips are known: those that
@@ -41,15 +42,17 @@ MOST_SUMS = 64  # elements of a count that is no scalar
 @dataclass
 class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
-    batch tensors ``count_inputs``. ``inexact``: ops that could not be made exact, and their places. ``mixed``: ops
-    before the loss that mix the sequences of a batch; ``unknown``: those that may. ``doubts``: ops of the loss with a
-    number or a constant that may depend on the batch size, left unchanged. ``counted_first``: ops that read sums over
-    the global batch while a rank runs ``in_turn`` microbatches: all forwards of a step run once more, to count them.
-    ``adds_up``: the loss is a sum over sequences, over counts at most: of any number of microbatches it adds up."""
+    batch tensors ``count_inputs`` and of all counts, in as many turns as there are ``levels`` of them. ``inexact``: ops
+    that could not be made exact, and their places. ``mixed``: ops before the loss that mix the sequences of a batch;
+    ``unknown``: those that may. ``doubts``: ops of the loss with a number or a constant that may depend on the batch
+    size, left unchanged. ``counted_first``: ops that read sums over the global batch while a rank runs ``in_turn``
+    microbatches: all forwards of a step run once more, to count them. ``adds_up``: the loss is a sum over sequences,
+    over counts at most: of any number of microbatches it adds up."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
+    levels: int = 1
     inexact: list[tuple[str, Any]] = field(default_factory=list)
     mixed: list[tuple[str, Any]] = field(default_factory=list)
     unknown: list[tuple[str, Any]] = field(default_factory=list)
@@ -102,17 +105,22 @@ class Counts:
         return [build.call(aten.reshape.default, x, [], grad=False) for x in cut]
 
     def finish(self) -> None:
-        """Split off the graph of the counts: it reads batch tensors (and constants) alone."""
+        """Split off the graph of the counts: it reads batch tensors, constants and counts of lower levels alone."""
         if not self.counted:
             return
-        needed = ancestors(self.counted)
+        needed, names = ancestors(self.counted), self.terms.denominators
         graph, env = fx.Graph(), {}
         for node in self.graph.nodes:
-            if node in needed:
+            if node in needed or node.name in names:
                 env[node] = graph.node_copy(node, lambda n: env[n])
         graph.output(tuple(env[n] for n in self.counted))
         self.terms.counts = fx.GraphModule(torch.nn.Module(), graph)
-        self.terms.count_inputs = tuple(n.name for n in self.graph.nodes if n in needed and n.op == "placeholder")
+        given = [n.name for n in self.graph.nodes if n in needed and n.op == "placeholder"]
+        self.terms.count_inputs = tuple(name for name in given if name not in names)
+        levels: dict[str, int] = {}
+        for name, count in zip(names, self.counted, strict=True):
+            levels[name] = 1 + max((levels[n.name] for n in ancestors([count]) if n.name in levels), default=0)
+        self.terms.levels = max(levels.values())
 
 
 def _joined(build: Builder, holders: list[fx.Node], value: torch.Tensor) -> fx.Node:

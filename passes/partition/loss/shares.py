@@ -98,7 +98,7 @@ def share_loss(
     program.graph_changed()
     is_shared = num_microbatches > 1 or terms.counts is not None
     notes = terms.inexact, terms.mixed, terms.unknown, terms.doubts, terms.counted_first
-    terms.adds_up = is_shared and not rewriter.averages and not any(notes)
+    terms.adds_up = is_shared and not rewriter.averages and not any(notes) and terms.levels == 1
     return terms
 
 

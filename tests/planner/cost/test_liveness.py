@@ -21,7 +21,7 @@ from tests.models import hugging_face
 from tests.models.families import FAMILIES
 from tests.tools.captures import plan_again
 from tests.tools.saved_memory import held_by
-from tests.tools.simulated_mesh import given_to, spec_of, totals_of
+from tests.tools.simulated_mesh import given_to, spec_of
 
 
 def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, int, int]:
@@ -29,7 +29,7 @@ def lived(made: Any, model: Any, batch: dict[str, torch.Tensor]) -> tuple[int, i
     program = lower(made, 0)
     fill(program.stages, ModelWeights(model), made.mesh, made.mesh.place(0), torch.device("cpu"))
     (stage,) = program.stages
-    given = given_to(stage, batch, totals_of(program, [batch]))
+    given = given_to(stage, batch, program.totals([batch]))
     buffers = GradientBuffers(parameters_of(program), made.shards.buffers_of_rank(0, 0), {"dp": DataParallel()})
     program.weight_gradients.bind(buffers)
     held = [t for buffer in buffers.buffers for t in (*buffer.kept_parameters, *buffer.kept_gradients)]

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from passes.ops import counts
@@ -39,11 +38,7 @@ def _of_one_rank(whole: Function) -> Function:
 
     def counts(built: Any, batch: Any, *, local: bool) -> list[Tensor]:
         program = built.program
-        if program.count_module is None:
-            return []
-        cut = built.layout.microbatches(batch, program.count_inputs, built.groups.device, local=local)
-        rows = [program.count_module(*given.values()) for given in cut]
-        return [torch.stack([row[i].double() for row in rows]).sum() for i in range(len(rows[0]))]
+        return program.totals(built.layout.microbatches(batch, program.count_inputs, built.groups.device, local=local))
 
     return counts
 
