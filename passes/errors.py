@@ -5,7 +5,7 @@ PlanError: column-parallel linear: weight [33, 8], dim 0 = 33 is not divisible b
   fix: choose tp from {1, 3, 11, 33}, or set tensor_parallel.overrides: {"blocks.*.mlp.up": replicate}
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -73,17 +73,22 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def refusing(
-    what: str, *, where: Where | str | None, fix: str, of: tuple[type[BaseException], ...] = (BaseException,)
+    what: str,
+    *,
+    where: Where | str | Callable[[BaseException], Where | str | None] | None,
+    fix: str,
+    of: tuple[type[BaseException], ...] = (BaseException,),
 ) -> Iterator[None]:
-    """Inside, errors ``of`` these kinds, those of a user's or another package's code, are PlanErrors: ``what``, and the
-    error's first line.
+    """Inside, errors ``of`` these kinds, those of a user's or another package's code (it may derive from any class),
+    are PlanErrors: ``what``, and the error's first line; ``where`` may depend on the error.
     """
     try:
         yield
     except KeyboardInterrupt:
         raise
     except of as error:
-        raise PlanError(f"{what}: {first_line(error)}", where=where, fix=fix) from error
+        place = where(error) if callable(where) else where
+        raise PlanError(f"{what}: {first_line(error)}", where=place, fix=fix) from error
 
 
 def message_of(error: BaseException) -> str:

@@ -1,11 +1,12 @@
 """The origin of a graph node in the user's code: module path and the deepest source line that is not PyTorch's."""
 
+import inspect
 import linecache
 import os
 import re
 import sys
 import traceback
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -56,6 +57,21 @@ def where_of_line(file: str, line: int, module: str = "") -> Where:
 def where_of_frame(code: CodeType, line: int, module: str = "") -> Where:
     """The source line of a frame that ran ``code``."""
     return where_of_line(code.co_filename, line, module)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """That of a function, of one in a partial or a decorator, or of an object that is called; None if it is of C."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    called = getattr(type(function), "__call__", None)  # noqa: B004
+    return getattr(function, "__code__", None) or getattr(called, "__code__", None)
+
+
+def where_of_definition(function: Any, module: str = "") -> Where | None:
+    """The line at which a function begins."""
+    code = code_of(function)
+    return None if code is None else where_of_frame(code, code.co_firstlineno, module)
 
 
 def users_frame() -> tuple[CodeType, int] | None:

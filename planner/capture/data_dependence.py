@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from passes.errors import PlanError
 from passes.program.source_lines import where_of
+from planner.capture.model.exchange import tensors_in
 
 FIX = (
     "control flow and shapes may depend on shapes and settings, not on the values of tensors: replace the branch "
@@ -37,7 +38,7 @@ def depends_on_data(error: PlanError) -> bool:
 def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
     """Raise PlanError at the first tensor with a size that is known only at run time (as of x[mask])."""
     for node in calls_in(module):
-        if any(not isinstance(size, int) for value in tensors(node.meta.get("val")) for size in value.shape):
+        if any(not isinstance(size, int) for value in tensors_in(node.meta.get("val")) for size in value.shape):
             raise shape_of_data(node)
 
 
@@ -76,11 +77,6 @@ def bodies_of(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.GraphM
         inner: Any = getattr(module, str(body.target), None)
         if isinstance(inner, fx.GraphModule):
             yield inner, list(inner.graph.find_nodes(op="placeholder")), [*node.args[node.args.index(body) + 1 :]]
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def refused(node: fx.Node, what: str) -> PlanError:

@@ -22,7 +22,8 @@ def installed(*interceptors: Interceptor) -> Iterator[None]:
     before: list[Interceptor] = []
     try:
         for owner, name, replacement in interceptors:
-            before.append((owner, name, vars(owner).get(name, _ABSENT)))
+            has_content = hasattr(owner, "__dict__")  # an object with slots has none
+            before.append((owner, name, vars(owner).get(name, _ABSENT) if has_content else getattr(owner, name)))
             _assign(owner, name, replacement)
         yield
     finally:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.errors import PlanError, Where
-from passes.program.source_lines import where_of_frame
+from passes.errors import PlanError
+from passes.program.source_lines import where_of_definition, where_of_frame
 from planner.forms import Forms, given_by, require_unchanged
 from planner.named_code import NamedCode, is_named
 
@@ -181,13 +181,7 @@ def check_arguments(function: Callable[..., Any], *args: str, name: str, fix: st
         signature.bind(*args, **kwargs)
     except TypeError:
         what = f"the loss function {name} takes {signature}, not ({', '.join((*args, *kwargs))})"
-        raise PlanError(what, where=place_of(function), fix=fix) from None
-
-
-def place_of(function: Callable[..., Any]) -> Where | str:
-    """The line of its definition, or the key of the spec."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return "loss" if code is None else where_of_frame(code, code.co_firstlineno)
+        raise PlanError(what, where=where_of_definition(function) or "loss", fix=fix) from None
 
 
 def checked(result: Any, function: Callable[..., Any], name: str) -> Any:
@@ -202,7 +196,7 @@ def checked(result: Any, function: Callable[..., Any], name: str) -> Any:
         found = f'a mapping with {found} under "loss"' if "loss" in result else 'a mapping without "loss"'
     raise PlanError(
         f"the loss function {name} returns {found}",
-        where=place_of(function),
+        where=where_of_definition(function) or "loss",
         fix='return a scalar tensor that depends on the model\'s outputs, or a dict with one under "loss"',
     )
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from passes.program.program import Unwritten
 from planner.capture.data_dependence import bodies_of, graph_modules
@@ -106,7 +107,8 @@ class FirstExport:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise Unlike(str(node.target))
         for call in self._calls:
-            if call.target is node.target and self._is_same((node.args, node.kwargs), (call.args, call.kwargs)):
+            given = (node.args, node.kwargs), (call.args, call.kwargs)
+            if call.target is node.target and _alike(*given, self._is_same):
                 return call
         raise Unlike(str(node))
 
@@ -120,9 +122,7 @@ class FirstExport:
             self._twins[holder] = self._twins[given]
         return tuple(self._match(body))
 
-    def _is_same(self, ours: Any, recorded: Any) -> bool:
-        if not isinstance(ours, fx.Node):
-            return _alike(ours, recorded, self._is_same, lambda a, b: a == b)
+    def _is_same(self, ours: fx.Node, recorded: Any) -> bool:
         return self._twins[ours] is recorded if ours in self._twins else self._is_constant(ours, recorded)
 
     def _is_constant(self, holder: fx.Node, recorded: Any) -> bool:
@@ -144,15 +144,12 @@ class FirstExport:
         """Each call with that of ``recording``. Raises Unlike if they differ, or ``numbers`` in them are not alike."""
         first = self._first
         theirs = dict(zip(first.graph.nodes, recording.graph.nodes, strict=False))
-
-        def alike(a: Any, b: Any) -> bool:
-            return theirs[a] is b if isinstance(a, fx.Node) else _alike(a, b, alike, numbers)
-
         if len(first.graph.nodes) != len(recording.graph.nodes):
             raise Unlike("another number of calls")
         for a, b in theirs.items():
             is_one_op = a.target == b.target and a.meta.get("state") == b.meta.get("state")
-            if not is_one_op or not alike((a.args, a.kwargs), (b.args, b.kwargs)):
+            given = (a.args, a.kwargs), (b.args, b.kwargs)
+            if not is_one_op or not _alike(*given, lambda ours, other: theirs[ours] is other, numbers):
                 raise Unlike(str(b.target))
         if [theirs[x] if isinstance(x, fx.Node) else x for x in first.results] != recording.results:
             raise Unlike("the results")
@@ -176,7 +173,9 @@ class FirstExport:
             its_copy.meta["val"] = _values(twin, node.meta["val"], theirs)
         if isinstance(twin, fx.Node) and twin.target is node.target and node.target is not getitem:
             call = theirs[twin]
-            its_copy.args, its_copy.kwargs = _with_numbers((its_copy.args, its_copy.kwargs), (call.args, call.kwargs))
+            ours, recorded = (its_copy.args, its_copy.kwargs), (call.args, call.kwargs)
+            numbers = pytree.tree_map(lambda a, b: a if isinstance(a, fx.Node) else b, ours, recorded)
+            its_copy.args, its_copy.kwargs = numbers
 
 
 def _drop_checks(module: fx.GraphModule) -> None:
@@ -214,28 +213,18 @@ def _values(twin: Any, ours: Any, theirs: Mapping[fx.Node, fx.Node]) -> Any:
     return theirs[twin].meta.get("val", ours) if isinstance(twin, fx.Node) else ours
 
 
-def _with_numbers(ours: Any, recorded: Any) -> Any:
-    """The arguments of a node, with the numbers of a call."""
-    if isinstance(ours, fx.Node):
-        return ours
-    if isinstance(ours, (tuple, list)):
-        return type(ours)(_with_numbers(a, b) for a, b in zip(ours, recorded, strict=True))
-    if isinstance(ours, dict):
-        return {key: _with_numbers(value, recorded[key]) for key, value in ours.items()}
-    return recorded
+def _alike(
+    first: Any, other: Any, nodes: Callable[[fx.Node, Any], bool], numbers: Callable[[Any, Any], bool] = eq
+) -> bool:
+    """Whether two arguments have one structure, the same flags, ``nodes`` that are alike, and such ``numbers``."""
 
+    def is_alike(a: Any, b: Any) -> bool:
+        if isinstance(a, fx.Node):
+            return nodes(a, b)
+        return type(a) is type(b) and (numbers(a, b) if type(a) in (int, float) else bool(a == b))
 
-def _alike(first: Any, other: Any, inner: Callable[[Any, Any], bool], numbers: Callable[[Any, Any], bool]) -> bool:
-    """Whether two arguments have one structure, the same flags, and numbers that ``numbers`` takes as equal."""
-    if isinstance(first, Mapping):
-        is_map = isinstance(other, Mapping) and first.keys() == other.keys()
-        return is_map and all(inner(first[key], other[key]) for key in first)
-    if isinstance(first, (tuple, list)):
-        is_list = isinstance(other, (tuple, list)) and len(first) == len(other)
-        return is_list and all(map(inner, first, other))
-    if type(first) is not type(other):
-        return False
-    return numbers(first, other) if type(first) in (int, float) else bool(first == other)
+    (ours, structure), (theirs, other_structure) = pytree.tree_flatten(first), pytree.tree_flatten(other)
+    return structure == other_structure and all(map(is_alike, ours, theirs))
 
 
 def _is_equal(first: Any, other: Any) -> bool:

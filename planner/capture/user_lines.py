@@ -8,20 +8,19 @@
 Source lines of captured nodes are in passes.program.source_lines.
 """
 
-import inspect
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 from torch import fx, nn
 from torch.fx.proxy import TracerBase
 
 from passes.errors import PlanError, Where
-from passes.program.source_lines import is_foreign_frame, where_of_frame
+from passes.program.source_lines import code_of, is_foreign_frame, where_of_frame
 from planner.capture.data_dependence import graph_modules
 from planner.capture.interceptors import installed
 from planner.capture.own_loss import Combined, parts_of
@@ -108,13 +107,13 @@ def line_that_changes(read: Callable[[], Any], run: Callable[[], Any]) -> Where 
 @contextmanager
 def loss_lines(model: nn.Module) -> Iterator[None]:
     """Around an export: calls that the loss of ``model`` makes are recorded with its lines."""
-    place, original = _code_of(_loss_of(model)), getattr(TracerBase, _FRAMES_FILTER, None)
-    if place is None or original is None:
+    code, original = code_of(_loss_of(model)), getattr(TracerBase, _FRAMES_FILTER, None)
+    if code is None or original is None:
         yield
         return
 
     def filtered(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
-        kept = {id(frame) for frame in original(tracer, frames)} | {id(frame) for frame in _of_loss(frames, place)}
+        kept = {id(frame) for frame in original(tracer, frames)} | {id(frame) for frame in _of_loss(frames, code)}
         return traceback.StackSummary.from_list([frame for frame in frames if id(frame) in kept])
 
     with installed((TracerBase, _FRAMES_FILTER, filtered)):
@@ -126,18 +125,9 @@ def _loss_of(model: nn.Module) -> Callable[..., Any] | None:
     return model.loss_function if isinstance(model, Combined) else None if parts is None else parts[1]
 
 
-def _code_of(loss: Callable[..., Any] | None) -> tuple[str, str] | None:
-    """File and name of its code."""
-    if loss is None:
-        return None
-    function = inspect.unwrap(getattr(loss, "func", loss))
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return None if code is None else (code.co_filename, code.co_name)
-
-
-def _of_loss(frames: traceback.StackSummary, place: tuple[str, str]) -> Iterator[traceback.FrameSummary]:
+def _of_loss(frames: traceback.StackSummary, code: CodeType) -> Iterator[traceback.FrameSummary]:
     """From the loss on, the frames of the user's; not those below a forward that it calls."""
-    is_inside = False
+    place, is_inside = (code.co_filename, code.co_name), False
     for frame in frames:
         is_inside = (is_inside and frame.name != "forward") or (frame.filename, frame.name) == place
         if is_inside and not is_foreign_frame(frame.filename):

@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from xml.sax.saxutils import escape
 
 from planner.pipeline.actions import without_weights
 from planner.pipeline.message_slots import slots_by_kind
 from planner.pipeline.schedule import Action, Schedule
 from planner.pipeline.simulate import Simulation
 from planner.regions.static_memory import slots_of
-from planner.report.shapes import box
+from planner.report.page.engine import render
 
 _BAR = {"F": ("#cfe4f7", "#9fcaef", "#74aee2", "#b9d9b0"), "B": ("#9a3412", "#6d2a7f", "#7c4a03", "#1f4e79"),
         "W": ("#2e7d5b", "#4d7c0f", "#0f766e", "#155e75")}  # fmt: skip
@@ -118,90 +117,52 @@ class _Scale:
 def schedule_svg(schedule: Schedule, simulation: Simulation) -> str:
     """The chart, with a title, a legend and a scale of time, in light or dark as the reader's screen is."""
     scale = _Scale.of(schedule, simulation.duration)
-    line_height = _AXIS + schedule.pp * scale.row + _GAP
+    height = _AXIS + schedule.pp * scale.row + _GAP
     starts = [i * scale.span for i in range(max(1, -int(-simulation.duration // scale.span)))]
-    width = max(_LEFT + round(scale.span * scale.unit) + _MARGIN, 960 if schedule.has_weights else 760)
-    height = _HEAD + len(starts) * line_height + _MARGIN
-    title, cost = _words(schedule, simulation)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'class="schedule" role="img"><title>{title}; {cost}</title><style>{escape(_STYLE)}</style>',
-        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<path class="hatch" d="M0 0V6"/></pattern></defs>',
-        _box("page", 0, 0, width, height),
-        f'<text class="heading" x="{_MARGIN}" y="24">{title}</text><text x="{_MARGIN}" y="42">{cost}</text>',
-        *_legend(schedule),
-    ]
-    for i, start in enumerate(starts):
-        parts += _line(schedule, simulation, scale, start, _HEAD + i * line_height)
-    return "\n".join([*parts, "</svg>"])
-
-
-def _words(schedule: Schedule, simulation: Simulation) -> tuple[str, str]:
     chunks = f", {schedule.vpp} chunks a rank" if schedule.vpp > 1 else ""
-    title = f"{schedule.kind}: {schedule.pp} pipeline ranks{chunks}, {schedule.num_microbatches} microbatches"
-    return title, f"bubble {simulation.bubble_fraction:.1%} of the time ({costs_in_words(schedule)})"
-
-
-def _legend(schedule: Schedule) -> Iterator[str]:
-    """A sample of each kind of bar, and of none."""
-    chunk, on_chunk, room = (" c1", " on chunk 1", 250) if schedule.vpp > 1 else ("", "", 190)
-    left, top = _MARGIN, 52
-    shown = [("F", f"forward of microbatch 3{on_chunk}"), ("B", f"backward of microbatch 3{on_chunk}")]
-    shown += [("W", "its gradients of weights")] * schedule.has_weights
-    for kind, words in shown:
-        fill = _BAR[kind][bool(chunk)]
-        yield f'<g class="{kind} legend"><path class="bar" d="{box(left, top, 34, 16)}" fill="{fill}"/>'
-        yield _hatch(kind, left, top, 34, 16)
-        yield f'<text class="middle" x="{left + 17}" y="{top + 12}">3{chunk}</text></g>'
-        yield f'<text x="{left + 40}" y="{top + 12}">{words}</text>'
-        left += room + 20
-    yield _box("row", left, top, 34, 16)
-    yield f'<text x="{left + 40}" y="{top + 12}">bubble: the rank waits</text>'
-
-
-def _line(schedule: Schedule, simulation: Simulation, scale: _Scale, start: float, top: int) -> Iterator[str]:
-    """The actions of all ranks from ``start`` on, for as long as a line shows, below its scale of time."""
-    end = min(start + scale.span, simulation.duration)
-    yield from _ticks(scale, start, end, top, schedule.pp)
-    for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
-        y = top + _AXIS + rank * scale.row
-        yield f'<text x="{_MARGIN}" y="{y + scale.row // 2 + 2}">rank {rank}</text>'
-        yield _box("row", _LEFT, y, (end - start) * scale.unit, scale.row - 4)
-        for action, (first, last) in zip(order, spans, strict=True):
-            if first < end and last > start:
-                left = _LEFT + (max(first, start) - start) * scale.unit
-                width = (min(last, end) - max(first, start)) * scale.unit
-                yield _bar(action, left, y, width, scale.row - 4, schedule.vpp > 1)
-
-
-def _ticks(scale: _Scale, start: float, end: float, top: int, num_rows: int) -> Iterator[str]:
-    """A number every few forwards, and a stroke down to the rows."""
-    step = 5 if scale.span > 20 else 2
-    bottom = top + _AXIS + num_rows * scale.row - 4
-    first = -int(-start // step) * step
-    yield f'<text class="small" x="{_MARGIN}" y="{top + 10}">time</text>'
-    for time in range(first, int(end) + 1, step):
-        x = _LEFT + (time - start) * scale.unit
-        yield f'<path class="tick" d="M{x:g} {top + 13}V{bottom}"/>'
-        yield f'<text class="small middle" x="{x:g}" y="{top + 10}">{time}</text>'
-
-
-def _bar(action: Action, left: float, top: int, width: float, height: int, with_chunk: bool) -> str:
-    fill = _BAR[action.kind][action.chunk % len(_BAR[action.kind])]
-    middle = left + width / 2
-    chunk = f'<text class="chunk" x="{middle:g}" y="{top + 25}">c{action.chunk}</text>' if with_chunk else ""
-    return (
-        f'<g class="action {action.kind}"><title>{action}</title>'
-        f'<rect class="bar" x="{left:g}" y="{top}" width="{width:g}" height="{height}" fill="{fill}"/>'
-        f"{_hatch(action.kind, left, top, width, height)}"
-        f'<text x="{middle:g}" y="{top + (13 if with_chunk else 15)}">{action.microbatch}</text>{chunk}</g>'
+    return render(
+        "schedule.svg.j2",
+        title=f"{schedule.kind}: {schedule.pp} pipeline ranks{chunks}, {schedule.num_microbatches} microbatches",
+        cost=f"bubble {simulation.bubble_fraction:.1%} of the time ({costs_in_words(schedule)})",
+        width=max(_LEFT + round(scale.span * scale.unit) + _MARGIN, 960 if schedule.has_weights else 760),
+        height=_HEAD + len(starts) * height + _MARGIN,
+        style=_STYLE,
+        margin=_MARGIN,
+        left=_LEFT,
+        row_height=scale.row,
+        has_chunks=schedule.vpp > 1,
+        legend=_legend(schedule),
+        lines=[_line(schedule, simulation, scale, start, _HEAD + i * height) for i, start in enumerate(starts)],
     )
 
 
-def _hatch(kind: str, left: float, top: float, width: float, height: float) -> str:
-    return f'<path d="{box(left, top, width, height)}" fill="url(#hatch)"/>' if kind == "B" else ""
+def _legend(schedule: Schedule) -> list[tuple[str, str, int, str]]:
+    """(kind, colour, x, words) of a sample of each kind of bar, and of none."""
+    on_chunk, step = (" on chunk 1", 270) if schedule.vpp > 1 else ("", 210)
+    shown = [("F", f"forward of microbatch 3{on_chunk}"), ("B", f"backward of microbatch 3{on_chunk}")]
+    shown += [("W", "its gradients of weights")] * schedule.has_weights
+    found = [(kind, _BAR[kind][schedule.vpp > 1], words) for kind, words in shown]
+    places = enumerate([*found, ("", "", "bubble: the rank waits")])
+    return [(kind, fill, _MARGIN + i * step, words) for i, (kind, fill, words) in places]
 
 
-def _box(name: str, left: float, top: float, width: float, height: float) -> str:
-    return f'<path class="{name}" d="{box(left, top, width, height)}"/>'
+def _line(schedule: Schedule, simulation: Simulation, scale: _Scale, start: float, top: int) -> dict[str, Any]:
+    """The actions of all ranks from ``start`` on, for as long as a line shows, below a number every few forwards."""
+    end, step = min(start + scale.span, simulation.duration), 5 if scale.span > 20 else 2
+
+    def x_of(time: float) -> float:
+        return _LEFT + (time - start) * scale.unit
+
+    def bars(rank: int) -> Iterator[tuple[Action, str, float, float]]:
+        for action, (first, last) in zip(schedule.orders[rank], simulation.spans[rank], strict=True):
+            if first < end and last > start:
+                left, fills = x_of(max(first, start)), _BAR[action.kind]
+                yield action, fills[action.chunk % len(fills)], left, x_of(min(last, end)) - left
+
+    return {
+        "top": top,
+        "bottom": top + _AXIS + schedule.pp * scale.row - 4,
+        "width": x_of(end) - _LEFT,
+        "ticks": [(x_of(time), time) for time in range(-int(-start // step) * step, int(end) + 1, step)],
+        "rows": [{"y": top + _AXIS + rank * scale.row, "bars": bars(rank)} for rank in range(schedule.pp)],
+    }

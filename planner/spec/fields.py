@@ -6,13 +6,25 @@ The JSON schema (draft 2020-12) of a spec or a cluster file is for editors and f
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from passes.errors import PlanError, SpecError, Where
 from planner.files.text import LARGEST
+from planner.named_code import from_directory, is_named
 from planner.spec.lines import EXPONENT, locate
 from planner.spec.messages import spec_error
 
@@ -64,6 +76,18 @@ def key(default: Any, description: str, **more: Any) -> Any:
 def optional_by_like(default: Any, description: str) -> Any:
     """A key of an input that is never missing: it is given here, or in the input that this one is like."""
     return key(default, description, json_schema_extra=lambda schema: schema.pop("default", None))
+
+
+def beside_the_spec(path: str) -> AfterValidator:
+    """Of a function that the key ``path`` names: its file is looked up from the directory of the spec, or else from the
+    working directory.
+    """
+
+    def found(value: str, info: ValidationInfo) -> str:
+        file = locate(info.context or {}, path).file
+        return from_directory(value, Path(file).parent) if file and is_named(value) else value
+
+    return AfterValidator(found)
 
 
 def required(description: str, *examples: Any, **more: Any) -> Any:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, WithJsonSchema
 
-from passes.errors import PlanError, SpecError, Where, first_line
-from planner.named_code import FUNCTION_FORMS, NamedCode, from_directory, is_named, line_of
-from planner.spec.fields import Auto, Count, Fraction, NotNegative, Positive, Section, Size, Word, key
-from planner.spec.lines import locate
+from passes.errors import PlanError, SpecError, Where, refusing
+from passes.program.source_lines import where_of_definition
+from planner.named_code import FUNCTION_FORMS, NamedCode, is_named, line_of
+from planner.spec.fields import Auto, Count, Fraction, NotNegative, Positive, Section, Size, Word, beside_the_spec, key
 from planner.spec.messages import no_choice, not_read, wrong
 
 # kind of schedule → the keys that may stand beside it
@@ -37,7 +35,7 @@ def _kind(value: Any) -> str:
     raise no_choice(value, SCHEDULES, f"; or name a function of the step: {FUNCTION_FORMS}")
 
 
-ScheduleKind = Annotated[str, BeforeValidator(_kind), WithJsonSchema(_KINDS)]
+ScheduleKind = Annotated[str, BeforeValidator(_kind), beside_the_spec(KIND_KEY), WithJsonSchema(_KINDS)]
 
 
 class LearningRateSpec(Section):
@@ -57,13 +55,6 @@ class LearningRateSpec(Section):
         None, "for wsd: steps of the linear decay, the last ones of steps; before it, lr is stable"
     )
     power: Positive = key(1.0, "for polynomial: exponent of the decay")
-
-    @field_validator("kind")
-    @classmethod
-    def _beside_the_spec(cls, value: str, info: Any) -> str:
-        """The path of a file is taken from the directory of the spec, or else from the working directory."""
-        file = locate(info.context or {}, "optimizer.schedule.kind").file
-        return from_directory(value, Path(file).parent) if file and value not in SCHEDULES else value
 
     def of_run(self, num_steps: int) -> LearningRateSpec:
         """With numbers of steps for a run of ``num_steps``."""
@@ -116,30 +107,23 @@ class RateFunction:
 
     def __call__(self, step: int) -> float:
         """The factor of step number ``step``, from 0."""
-        try:
+        what = f"the learning-rate function {self._reference} failed at step {step}"
+        fix = "it gets one argument, the number of the step (an int, from 0), and returns the factor of lr"
+        with refusing(what, where=lambda error: line_of(error) or self._place, fix=fix):
             value = self._function(step)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of the user's code: it may derive from any class
-            what = f"the learning-rate function {self._reference} failed at step {step}: {first_line(error)}"
-            fix = "it gets one argument, the number of the step (an int, from 0), and returns the factor of lr"
-            raise PlanError(what, where=line_of(error) or self._place(), fix=fix) from error
         factor = _number(value)
         if factor is None or not 0 <= factor < math.inf:
             shown = type(value).__name__ if factor is None else f"{factor:g}"
             raise PlanError(
                 f"the learning-rate function {self._reference} returned {shown} for step {step}",
-                where=self._place(),
+                where=self._place,
                 fix="return a finite number of 0 or more: the factor of lr",
             )
         return factor
 
+    @property
     def _place(self) -> Where | str:
-        try:
-            lines, start = inspect.getsourcelines(self._function)
-            return Where(file=inspect.getsourcefile(self._function) or "", line=start, code=lines[0].strip())
-        except (OSError, TypeError):
-            return KIND_KEY
+        return where_of_definition(self._function) or KIND_KEY
 
 
 def check_rate_function(kind: str) -> None:

@@ -26,7 +26,7 @@ from passes.errors import PlanError, SpecError, Where
 from passes.lowering import Options
 from passes.ops.flash import FLASH
 from planner.forms import Forms, forms_of, in_rows
-from planner.named_code import FUNCTION_FORMS, from_directory, is_named
+from planner.named_code import FUNCTION_FORMS, is_named
 from planner.spec.cluster import find_cluster
 from planner.spec.conflicts import conflicts, with_auto
 from planner.spec.fields import (
@@ -40,6 +40,7 @@ from planner.spec.fields import (
     NullIsNone,
     Seed,
     Size,
+    beside_the_spec,
     key,
     required,
 )
@@ -92,6 +93,7 @@ def _loss(value: Any) -> str:
 Loss = Annotated[
     str,
     BeforeValidator(_loss),
+    beside_the_spec("loss"),
     PlainSerializer(lambda name: name if name == AUTO or is_named(name) else {"output": name}),
     WithJsonSchema({"anyOf": [{"const": AUTO}, _LOSS, _FUNCTION]}),
 ]
@@ -172,13 +174,6 @@ class Spec(File):
         if missing and isinstance(value, Mapping):
             value = {**missing, **value}
         return Spec.checked(value, locations)
-
-    @field_validator("loss")
-    @classmethod
-    def _beside_the_spec(cls, value: str, info: Any) -> str:
-        """The path of a file is taken from the directory of the spec, or else from the working directory."""
-        file = locate(info.context or {}, "loss").file
-        return from_directory(value, Path(file).parent) if file and is_named(value) else value
 
     @field_validator("cluster")
     @classmethod

@@ -14,7 +14,6 @@ Writes are read off the exported graph before it is made functional, while they 
 sets on its tensors are found while it is exported (planner.capture.gradients.python_side).
 """
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -28,7 +27,7 @@ from torch.utils import _pytree as pytree
 from passes.errors import PlanError, Where
 from passes.program.known_values import is_made_of
 from passes.program.ops.aten import arguments
-from passes.program.source_lines import where_of, where_of_frame
+from passes.program.source_lines import where_of, where_of_definition
 from passes.program.walks import ancestors
 from planner.capture.data_dependence import bodies_of, graph_modules
 from planner.capture.model.exchange import storage_of
@@ -208,7 +207,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
     for what, module, hook in _hooks_on(model):
         raise PlanError(
             f"a hook on the gradients of {what} would be lost: a plan contains only the computation of the forward",
-            where=_where_of_hook(module, hook),
+            where=where_of_definition(hook, module) or Where(module),
             fix=HOOK_FIX,
         )
 
@@ -226,11 +225,3 @@ def _hooks_on(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             for hook in (getattr(parameter, kind, None) or {}).values():
                 yield f"parameter {name}", name.rpartition(".")[0], hook
-
-
-def _where_of_hook(module: str, hook: Callable[..., Any]) -> Where:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    function = getattr(hook, "__func__", hook)
-    code = getattr(function, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    return Where(module) if code is None else where_of_frame(code, code.co_firstlineno, module)

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -117,21 +117,11 @@ def _without_wrappers(module: nn.Module, made: dict[int, nn.Module]) -> nn.Modul
     return made[id(own)]
 
 
-@contextmanager
-def caches_off(model: nn.Module) -> Iterator[None]:
+def caches_off(model: nn.Module) -> AbstractContextManager[None]:
     """Without key-value caches and wrappers of recomputation, which are of no use in a traced training step."""
-    changed: list[tuple[Any, str]] = []
-    try:
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            for owner, name in ((config, "use_cache"), (module, "gradient_checkpointing")):
-                if getattr(owner, name, None) is True:
-                    setattr(owner, name, False)
-                    changed.append((owner, name))
-        yield
-    finally:
-        for owner, name in changed:
-            setattr(owner, name, True)
+    owners = [(module, "gradient_checkpointing") for module in model.modules()]
+    owners += [(getattr(module, "config", None), "use_cache") for module in model.modules()]
+    return installed(*((owner, name, False) for owner, name in owners if getattr(owner, name, None) is True))
 
 
 def flex_attention_as_ops() -> tuple[Interceptor, ...]:

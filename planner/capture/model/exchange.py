@@ -10,7 +10,7 @@ not on the CPU; a plain attribute with values stays, a constant of the graph.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -137,17 +137,26 @@ class Exchange:
 
 
 @contextmanager
-def registry_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards the same parameters and buffers are registered: a forward may register a buffer, to keep a table."""
-    # those of a scripted module, in C++, are fixed
-    held_by: list[dict[str, Any]] = [d for m in modules for d in (m._buffers, m._parameters) if isinstance(d, dict)]
-    registered = [(held, dict(held)) for held in held_by]
+def content_kept(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """Afterwards they have the same content."""
+    kept = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for held, before in registered:
-            held.clear()
-            held.update(before)
+        for table, before in kept:
+            table.clear()
+            table.update(before)
+
+
+def registry_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Afterwards the same parameters and buffers are registered: a forward may register a buffer, to keep a table."""
+    # those of a scripted module, in C++, are fixed
+    return content_kept(d for m in modules for d in (m._buffers, m._parameters) if isinstance(d, dict))
+
+
+def global_hooks_kept() -> AbstractContextManager[None]:
+    """Leave them as they were: torch.export of torch 2.11 keeps one of its own if a forward raises."""
+    return content_kept(vars(modules_of_torch)[name] for name in GLOBAL_HOOKS)
 
 
 def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Tensor:
@@ -226,16 +235,3 @@ def refuse_shared_memory(model: nn.Module) -> None:
                     where=second.rpartition(".")[0],
                     fix="tie them as one parameter (`b.weight = a.weight`), or give each its own memory",
                 )
-
-
-@contextmanager
-def global_hooks_kept() -> Iterator[None]:
-    """Leave them as they were: torch.export of torch 2.11 keeps one of its own if a forward raises."""
-    before = {name: dict(vars(modules_of_torch)[name]) for name in GLOBAL_HOOKS}
-    try:
-        yield
-    finally:
-        for name, hooks in before.items():
-            now = vars(modules_of_torch)[name]
-            for key in now.keys() - hooks.keys():
-                del now[key]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from planner.capture.model.assembly import Assembly, Shape, inverted, sources
 from planner.capture.model.conversions import Conversions, Converted, unconverted
 from planner.capture.model.eager import plain_name
+from planner.capture.model.exchange import registry_kept
 from planner.capture.model.meta_init import copied
 
 _MODULES = {  # peft's wrappers of a module of the base, and the attribute that holds it
@@ -96,18 +97,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def held_by(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, these tensors of ``module`` are ``values``; one value under several names is one parameter."""
     made = {id(value): nn.Parameter(value, requires_grad=False) for value in values.values()}
-    before = []
-    for name, value in values.items():
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
-        registry = owner._parameters if leaf in owner._parameters else owner._buffers
-        before.append((registry, leaf, registry[leaf]))
-        registry[leaf] = made[id(value)] if registry is owner._parameters else value  # pyright: ignore[reportArgumentType]
-    try:
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
+    with registry_kept(owners.values()):
+        for name, owner in owners.items():
+            leaf, value = name.rpartition(".")[2], values[name]
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = made[id(value)]
+            else:
+                owner._buffers[leaf] = value
         yield
-    finally:
-        for registry, leaf, old in before:
-            registry[leaf] = old
 
 
 def adapted(model: nn.Module) -> Adapted | None:

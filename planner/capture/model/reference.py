@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from passes.errors import PlanError, Where, first_line, refusing
+from passes.errors import PlanError, Where, refusing
 from planner.capture.model.eager import uncompiled
 from planner.capture.model.hugging_face import Fill, hugging_face_model, import_class, offline
 from planner.capture.model.meta_init import meta_parameters
@@ -125,16 +125,9 @@ def _call(build: Any, reference: str) -> nn.Module:
             f"MODEL {shorten(reference)!r} is a {type(build).__name__}, not a callable",
             fix="name a function that returns a model",
         )
-    try:
+    failed = f"MODEL {shorten(reference)!r} failed when called without arguments"
+    with refusing(failed, where=line_of, fix="name a callable that needs no arguments and returns an nn.Module"):
         model = build()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # of the user's code: it may derive from any class
-        raise PlanError(
-            f"MODEL {shorten(reference)!r} failed when called without arguments: {first_line(error)}",
-            where=line_of(error),
-            fix="name a callable that needs no arguments and returns an nn.Module",
-        ) from error
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"MODEL {shorten(reference)!r} returned a {type(model).__name__}, not an nn.Module",

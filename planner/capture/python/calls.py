@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import Where
 from passes.program.source_lines import users_frame, where_of_frame
-from planner.capture.model.exchange import storage_of
+from planner.capture.model.exchange import storage_of, tensors_in
 from planner.capture.python.draws import ASKS
 
 _MOST_VALUES = 1 << 20
@@ -149,13 +149,7 @@ def _gives_tensor(func: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if _has_memory(value) else []
-    if isinstance(value, (list, tuple)):
-        return [t for inner in value for t in _tensors(inner)]
-    if isinstance(value, dict):
-        return [t for inner in value.values() for t in _tensors(inner)]
-    return []
+    return list(filter(_has_memory, tensors_in(value)))
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -26,9 +26,11 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from passes.errors import Where
 from passes.program.source_lines import where_of_line
+from planner.capture.model.exchange import tensors_in
 from planner.capture.python.modules import content_of, own_modules, users_modules
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
@@ -143,11 +145,10 @@ def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None], by:
 def _moved(before: Any, after: Any, later: Callable[[Tensor], Tensor | None], by: int) -> Any:
     if _counts(before, after):
         return after + by
-    later_ones = {id(t): later(t) for t in _tensors(after)}
-    known = {key: tensor for key, tensor in later_ones.items() if tensor is not None}
-    if len(known) < len(later_ones):
+    later_ones = {id(t): later(t) for t in tensors_in(after)}
+    if any(value is None for value in later_ones.values()):
         return before
-    return _with(after, known) if known else after
+    return pytree.tree_map_only(Tensor, lambda t: later_ones[id(t)], after) if later_ones else after
 
 
 def _counts(before: Any, after: Any) -> bool:
@@ -156,26 +157,8 @@ def _counts(before: Any, after: Any) -> bool:
 
 def is_doubtful(change: Change, is_constant: Callable[[Tensor], bool]) -> bool:
     """Whether a later call could read something else there than the first did."""
-    held = list(_tensors(change.after))
+    held = tensors_in(change.after)
     return not held or not all(map(is_constant, held))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)
-
-
-def _with(value: Any, tensors: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return tensors[id(value)]
-    if isinstance(value, dict):
-        return {k: _with(v, tensors) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_with(v, tensors) for v in value)
-    return value
 
 
 def _same(before: Any, after: Any) -> bool:

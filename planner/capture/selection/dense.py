@@ -25,7 +25,8 @@ from passes.program.ops.aten import aten, named, packet_of, returns_nothing, sha
 from passes.program.ops.groups import LAID_OUT, LOOKUPS, PLACING
 from passes.program.source_lines import where_of
 from passes.program.walks import ancestors
-from planner.capture.data_dependence import name_of, refused, tensors
+from planner.capture.data_dependence import name_of, refused
+from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.features import Features
 from planner.capture.selection.places import (
     COUNT,
@@ -325,6 +326,6 @@ class _Rewriter:
         return int(size.node.expr.subs({s: space.num for s, space in self.spaces.items()}))
 
     def _check(self, node: fx.Node, made: fx.Node, space: Space) -> None:
-        for before, after in zip(tensors(node.meta["val"]), tensors(made.meta["val"]), strict=True):
+        for before, after in zip(tensors_in(node.meta["val"]), tensors_in(made.meta["val"]), strict=True):
             if row_dim(before) is None or [self._sized(n) for n in before.shape] != list(after.shape):
                 raise refused(node, f"{name_of(node)} mixes the selected rows")

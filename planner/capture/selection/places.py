@@ -22,7 +22,8 @@ from passes.errors import Where
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import LOOKUPS
 from passes.program.program import Assumption
-from planner.capture.data_dependence import calls_in, tensors
+from planner.capture.data_dependence import calls_in
+from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.space import SINGULAR, Space, endangered, naming_places
 
 
@@ -90,7 +91,7 @@ def row_dim(value: Any) -> int | None:
 
 
 def symbols_of(value: Any) -> set[sympy.Symbol]:
-    sizes: list[Any] = [n for tensor in tensors(value) for n in tensor.shape]
+    sizes: list[Any] = [n for tensor in tensors_in(value) for n in tensor.shape]
     return {s for n in sizes if not isinstance(n, int) for s in n.node.expr.free_symbols}
 
 
