@@ -5,7 +5,6 @@
     cross_entropy over [n, classes, d]   → over rows [n·d, classes]
     dropout that drops nothing, asserts  → nothing
     own_backward(tensors, key)           → the user's Function (passes.program.ops.own_backward)
-    wrap_with_set_grad_enabled(body)     → the body in line, with detached inputs if it runs without gradients
 
 Leaves:  one flat graph of functional ops with the tuple of the requested tensors as output; every node has
          ``meta["val"]`` and ``meta["grad"]``; nothing dead.
@@ -75,12 +74,11 @@ def _fill_alone(graph: fx.Graph) -> None:
 
 
 class _Writer:
-    """Owns the graph under construction and the no-grad state of the region being copied."""
+    """Owns the graph under construction."""
 
     def __init__(self, constants: Mapping[str, torch.Tensor], has_rule: HasRule) -> None:
         self.graph = fx.Graph()
         self.constants, self.has_rule = constants, has_rule
-        self.grad_enabled = True
 
     def placeholder(self, node: fx.Node) -> fx.Node:
         new = self.graph.placeholder(node.name)
@@ -104,7 +102,7 @@ class _Writer:
 
     def _rewrite(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._inline(node, env)
+            raise _refused(node)
         args = fx.map_arg(node.args, lambda n: env[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
         rewrite = REWRITES.get(node.target)
@@ -115,9 +113,7 @@ class _Writer:
             if parts is not None:
                 return self._write_out(parts, node, args, kwargs)
             return self.emit(node, node.target, args, dict(kwargs), node.meta.get("val"))
-        made = rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
-        # an operand that takes the place of the call
-        return made if self.grad_enabled else fx.map_arg(made, lambda n: self._detached(node, n))
+        return rewrite(lambda *a, **k: self.emit(node, *a, **k), node, list(args), dict(kwargs))
 
     def _write_out(self, parts: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Copy the parts of a composite op in its place, each with the user's line of the composite op."""
@@ -126,52 +122,30 @@ class _Writer:
             inner.meta.update(origin_of(node))
         return self.copy_body(parts, dict(zip(holders, dict.fromkeys(nodes_in((args, kwargs))), strict=True)))
 
-    def _inline(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        """Put the body of a grad-mode region in line."""
-        own_name = getattr(node.target, "name", None)
-        name = own_name() if callable(own_name) else str(node.target)
-        if name == "wrap_with_set_grad_enabled":
-            enabled, body, *operands = node.args
-        else:
-            raise PlanError(
-                f"the model uses {name}, which cannot be planned",
-                where=where_of(node),
-                fix="compute both results and choose by `torch.where(condition, a, b)`"
-                if name == "cond"
-                else "write this part with ordinary tensor operations",
-            )
-        assert isinstance(body, fx.Node)
-        inner = env[body]
-        holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        outer, self.grad_enabled = self.grad_enabled, self.grad_enabled and bool(enabled)
-        result = self.copy_body(
-            inner, dict(zip(holders, (env[o] if isinstance(o, fx.Node) else o for o in operands), strict=True))
-        )
-        self.grad_enabled = outer
-        return result
-
     def emit(
         self, origin: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None, val: Any = None
     ) -> Any:
-        """Add one call; a getitem on a python tuple (of an inlined region) is resolved at once."""
+        """Add one call; a getitem on a python tuple (of a rewritten call) is resolved at once."""
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
-        if not self.grad_enabled and target is not operator.getitem:
-            args, kwargs = fx.map_arg((tuple(args), kwargs or {}), lambda n: self._detached(origin, n))
-        return self._create(origin, target, args, kwargs, val)
-
-    def _create(self, origin: fx.Node, target: Any, args: Any, kwargs: Any, val: Any) -> fx.Node:
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=origin.name)
         new.meta = origin_of(origin) | {"val": val}
         stops = target is aten.detach.default or target in FILLED  # of zeros_like(x) x has no gradient
         new.meta["grad"] = not stops and has_floats(new) and any(n.meta["grad"] for n in new.all_input_nodes)
         return new
 
-    def _detached(self, origin: fx.Node, value: fx.Node) -> fx.Node:
-        """Detach the input of a call without gradients: the graph that runs has no other way to stop a gradient."""
-        if not value.meta["grad"]:
-            return value
-        return self._create(origin, aten.detach.default, (value,), {}, value.meta["val"].detach())
+
+def _refused(node: fx.Node) -> PlanError:
+    """Of a call that runs graphs of its own."""
+    own_name = getattr(node.target, "name", None)
+    name = own_name() if callable(own_name) else str(node.target)
+    return PlanError(
+        f"the model uses {name}, which cannot be planned",
+        where=where_of(node),
+        fix="compute both results and choose by `torch.where(condition, a, b)`"
+        if name == "cond"
+        else "write this part with ordinary tensor operations",
+    )
 
 
 def _identity(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

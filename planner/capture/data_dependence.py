@@ -6,10 +6,9 @@ number in Python, or cuts by it, is refused with the user's line.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from passes.errors import PlanError
 from passes.program.source_lines import where_of
@@ -62,21 +61,8 @@ def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
             )
 
 
-def graph_modules(module: nn.Module) -> list[fx.GraphModule]:
-    return [inner for inner in module.modules() if isinstance(inner, fx.GraphModule)]
-
-
 def calls_in(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The calls of a graph and of the regions in it."""
-    return (node for inner in graph_modules(module) for node in inner.graph.nodes if node.op == "call_function")
-
-
-def bodies_of(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[fx.GraphModule, list[fx.Node], list[Any]]]:
-    """The graphs that a call of a region runs, each with its placeholders and their values in ``module``."""
-    for body in [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]:
-        inner: Any = getattr(module, str(body.target), None)
-        if isinstance(inner, fx.GraphModule):
-            yield inner, list(inner.graph.find_nodes(op="placeholder")), [*node.args[node.args.index(body) + 1 :]]
+    return (node for node in module.graph.nodes if node.op == "call_function")
 
 
 def refused(node: fx.Node, what: str) -> PlanError:

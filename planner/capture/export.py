@@ -34,7 +34,6 @@ from planner.capture.data_dependence import (
 from planner.capture.eager_trials import agrees_on_both_sides, refuse_another_forward
 from planner.capture.functional import UnknownWrite, is_write, make_functional
 from planner.capture.gradients.parameters import (
-    drop_writes_of_itself,
     notes_of_writes,
     refuse_gradient_hooks,
     refuse_parameter_writes,
@@ -190,10 +189,10 @@ def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
 def _functional(
     exported: torch.export.ExportedProgram, held: Mapping[str, HeldTensor]
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    """Without ops that write into their arguments, and without regions of vmap; and the placeholders written to, with
-    the nodes of their last values."""
+    """Without ops that write into their arguments, and without vmap; and the placeholders written to, with the nodes of
+    their last values.
+    """
     module = exported.graph_module
-    drop_writes_of_itself(module)
     views_for_memory(module)
     where = Where()
     if any(map(is_write, calls_in(module))) or is_dynamic(module):

@@ -3,23 +3,24 @@
     y = x[:, 0]; y.add_(1); use(x)      →      y' = y + 1;  x' = select_scatter(x, y', 1, 0);  use(x')
 
 Every value is seen as a row of views of one root. A write to a view is carried back into the root by the inverse of
-each view, and later reads of another view of that root use the new root. Regions without gradients are inlined. For
-unknown writes, torch.export can do the same by tracing everything a second time (``run_decompositions``).
+each view, and later reads of another view of that root use the new root. For unknown writes, torch.export can do the
+same by tracing everything a second time (``run_decompositions``).
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import is_batchedtensor
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import arguments, aten, draws, is_mutable, permutation, written_by
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME, SPLITS
 from passes.program.source_lines import where_of
-from planner.capture.data_dependence import graph_modules, shape_of_data
+from planner.capture.data_dependence import shape_of_data
 
 
 class UnknownWrite(Exception):
@@ -32,14 +33,13 @@ def is_write(node: fx.Node) -> bool:
     return node.op == "call_function" and is_mutable(node.target)
 
 
-def drop_detach_of_literals(module: fx.GraphModule) -> None:
+def drop_detach_of_literals(graph: fx.Graph) -> None:
     """Erase ``detach_`` of values that have no gradient: export writes it behind a literal (``torch.tensor``)."""
-    for inner in graph_modules(module):
-        for node in inner.graph.find_nodes(op="call_function", target=aten.detach_.default):
-            value: Any = node.args[0]
-            if not value.meta["val"].requires_grad:
-                node.replace_all_uses_with(value)
-                inner.graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
+        value: Any = node.args[0]
+        if not value.meta["val"].requires_grad:
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
 
 
 def make_functional(module: fx.GraphModule) -> dict[str, str]:
@@ -88,41 +88,14 @@ class _Rewriter:
         self.graph = fx.Graph()
         self.views: dict[fx.Node, _View] = {}
         self.plain: dict[fx.Node, Any] = {}
-        self.regions: dict[fx.Node, Any] = {}  # call of a region → the results of its body
         self.written: dict[str, _Root] = {}
 
     def run(self, module: fx.GraphModule) -> dict[str, str]:
-        self._copy(module, module.graph.nodes)
+        for self.at in module.graph.nodes:
+            if isinstance(self.at.target, torch._ops.HigherOrderOperator):
+                raise UnknownWrite(str(self.at.target))
+            (self._write if is_write(self.at) else self._keep)(self.at)
         return {name: root.value.name for name, root in self.written.items()}
-
-    def _copy(self, module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            self.at = node
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                self._region(module, node)
-            elif node.target is operator.getitem and node.args[0] in self.regions:
-                self.views[node] = self.views[self.regions[node.args[0]][node.args[1]]]
-            elif is_write(node):
-                self._write(node)
-            elif node.op != "get_attr" or not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-                self._keep(node)
-
-    def _region(self, module: fx.GraphModule, node: fx.Node) -> None:
-        """The body of a region without gradients, in line, with its inputs through ``detach``."""
-        enabled, body, *operands = node.args
-        name = node.target.name()  # pyright: ignore
-        if name != "wrap_with_set_grad_enabled" or enabled or not isinstance(body, fx.Node):
-            raise UnknownWrite(str(node.target))
-        inner = getattr(module, str(body.target))
-        holders = inner.graph.find_nodes(op="placeholder")
-        for holder, operand in zip(holders, operands, strict=True):
-            if operand not in self.views:
-                raise UnknownWrite(str(node.target))
-            view, value = self.views[operand], operand.meta["val"]
-            stopped = self._emit(node, aten.detach.default, (self._read(operand),), {}, value.detach())
-            self.views[holder] = _View(view.root, (*view.calls, stopped), stopped)
-        self._copy(inner, [n for n in inner.graph.nodes if n.op not in ("placeholder", "output")])
-        self.regions[node] = inner.graph.output_node().args[0]
 
     def _keep(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, self._read)
@@ -188,8 +161,7 @@ class _Rewriter:
             moved = permutation(target, whole.dim(), args[1:], kwargs)
             order = [moved.index(d) for d in range(whole.dim())]
             return self._emit(call, aten.permute.default, (part, order), {}, whole)
-        stops = target is aten.detach.default and whole.requires_grad
-        if target in SAME and not stops:
+        if target in SAME:
             return part
         if target is aten.unfold.default:  # PyTorch would write zeros into what no window covers
             raise PlanError(
@@ -198,7 +170,7 @@ class _Rewriter:
                 fix="write into slices or a reshape of the tensor, or compute a new tensor",
             )
         scatter = getattr(aten, f"{getattr(target, '_opname', '')}_scatter", None)  # of a slice, a position, a diagonal
-        if scatter is None:  # also a write behind autograd's back, into x.detach()
+        if scatter is None:
             raise UnknownWrite(str(target))
         return self._emit(call, scatter.default, (base, part, *fx.map_arg(tuple(args[1:]), self._read)), kwargs, whole)
 
@@ -217,7 +189,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
     is_piece = node.target is operator.getitem and isinstance(first, fx.Node) and first.args
     source = first.args[0] if is_piece else first  # pyright: ignore
     seen = source.meta.get("val") if isinstance(source, fx.Node) else None
-    if not isinstance(seen, Tensor):
+    if not isinstance(seen, Tensor) or is_batchedtensor(seen) or is_batchedtensor(value):  # within torch.vmap
         return None
     return source if seen.untyped_storage()._cdata == value.untyped_storage()._cdata else None  # pyright: ignore
 

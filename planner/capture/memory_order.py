@@ -22,7 +22,6 @@ from passes.errors import PlanError
 from passes.program.ops.aten import arguments, aten, is_mutable
 from passes.program.ops.groups import Ops
 from passes.program.source_lines import where_of
-from planner.capture.data_dependence import graph_modules
 from planner.capture.functional import viewed
 
 OF_MEMORY = Ops(
@@ -33,12 +32,11 @@ FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:
 
 
 def views_for_memory(module: fx.GraphModule) -> None:
-    """Rewrite each such call of ``module`` and of its regions. Raises PlanError at one that is no view of a tensor."""
-    for inner in graph_modules(module):
-        for node in [n for n in inner.graph.nodes if n.target in OF_MEMORY]:
-            with inner.graph.inserting_before(node):
-                node.replace_all_uses_with(_rewritten(node), propagate_meta=False)
-            inner.graph.erase_node(node)
+    """Rewrite each such call of ``module``. Raises PlanError at one that is no view of a tensor."""
+    for node in [n for n in module.graph.nodes if n.target in OF_MEMORY]:
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(_rewritten(node), propagate_meta=False)
+        module.graph.erase_node(node)
 
 
 def _rewritten(node: fx.Node) -> fx.Node:

@@ -15,7 +15,6 @@ Otherwise the model branches on its length, or export records more than the call
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,11 +27,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from passes.program.program import Unwritten
-from planner.capture.data_dependence import bodies_of, graph_modules
+from passes.program.ops.aten import nodes_in
+from planner.capture.data_dependence import calls_in
 from planner.capture.graphs_equal import fingerprint
 from planner.capture.model.exchange import has_values
 from planner.capture.recording import Recording
+from planner.capture.regions import copied_export
 
 
 class Unlike(Exception):
@@ -56,54 +56,42 @@ class Earlier:
 
 @dataclass(frozen=True)
 class KeptExport:
-    """A copy of an export of ``inputs``, made before it is rewritten; no forward was recorded for it yet."""
+    """An export of ``inputs``, of which copies are rewritten; no forward was recorded for it yet."""
 
     exported: ExportedProgram
     inputs: Mapping[str, torch.Tensor]
 
 
 class FirstExport:
-    """Owns a copy of an export, made before it is rewritten, and which call of ``recording`` each node is.
+    """Owns a flat copy of an export, and which call of ``recording`` each node is.
 
     Raises Unlike if the recording is not that of the export.
     """
 
     def __init__(self, exported: ExportedProgram, recording: Recording) -> None:
-        self._exported, self._first = exported, recording
+        self._exported, self._first = copied_export(exported)[0], recording
         self._constants: dict[str, str] = {}  # of the export → name in the recording
-        self._twins: dict[fx.Node, Any] = {}  # node → that of the recording; of a region, a tuple of them
+        self._twins: dict[fx.Node, Any] = {}  # node → that of the recording
         self._calls = iter([node for node in recording.graph.nodes if isinstance(node.target, torch._ops.OpOverload)])
         self._specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
-        module = exported.graph_module
-        _drop_checks(module)
-        for holder in module.graph.find_nodes(op="placeholder"):
+        graph = self._exported.graph
+        _drop_checks(graph)
+        for holder in graph.find_nodes(op="placeholder"):
             if self._specs[holder.name].kind is InputKind.USER_INPUT:
                 self._twins[holder] = recording.inputs[str(holder.target)]
             elif self._specs[holder.name].kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 self._twins[holder] = recording.parameters[self._specs[holder.name].target or ""]
-        leaves = self._match(module)
-        if [n for n in leaves if isinstance(n, fx.Node)] != [n for n in recording.results if isinstance(n, fx.Node)]:
+        for node in calls_in(self._exported.graph_module):
+            self._twins[node] = self._twin(node)
+        results = [self._twins[n] for n in nodes_in(graph.output_node().args)]
+        if results != [n for n in recording.results if isinstance(n, fx.Node)]:
             raise Unlike("the results")
         recording.forget_values()
 
-    def _match(self, module: fx.GraphModule) -> Any:
-        """Find the call of every node; returns the twins of the module's results."""
-        for node in module.graph.nodes:
-            if node.op == "output":
-                return fx.map_arg(node.args[0], lambda n: self._twins[n])
-            if node.op == "call_function":
-                self._twins[node] = self._twin(module, node)
-        raise Unlike("no output")
-
-    def _twin(self, module: fx.GraphModule, node: fx.Node) -> Any:
+    def _twin(self, node: fx.Node) -> Any:
         if node.target is getitem:
-            source: Any = self._twins[node.args[0]]  # pyright: ignore
-            item: Any = node.args[1]
-            if isinstance(source, tuple):
-                return source[item]
+            source, item = self._twins[node.args[0]], node.args[1]  # pyright: ignore
             return next(n for n in source.users if n.target is getitem and n.args[1] == item)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._of_region(module, node)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise Unlike(str(node.target))
         for call in self._calls:
@@ -111,16 +99,6 @@ class FirstExport:
             if call.target is node.target and _alike(*given, self._is_same):
                 return call
         raise Unlike(str(node))
-
-    def _of_region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-        """A region under another mode is a module of its own; it computes in its place."""
-        found = list(bodies_of(module, node))
-        if len(found) != 1:
-            raise Unlike(str(node.target))
-        ((body, holders, operands),) = found
-        for holder, given in zip(holders, operands, strict=True):
-            self._twins[holder] = self._twins[given]
-        return tuple(self._match(body))
 
     def _is_same(self, ours: fx.Node, recorded: Any) -> bool:
         return self._twins[ours] is recorded if ours in self._twins else self._is_constant(ours, recorded)
@@ -169,8 +147,8 @@ class FirstExport:
 
     def _resize(self, node: fx.Node, its_copy: fx.Node, theirs: Mapping[fx.Node, fx.Node]) -> None:
         twin = self._twins.get(node)
-        if "val" in node.meta:
-            its_copy.meta["val"] = _values(twin, node.meta["val"], theirs)
+        if isinstance(twin, fx.Node):  # parameters and constants keep their shapes
+            its_copy.meta["val"] = theirs[twin].meta.get("val", node.meta.get("val"))
         if isinstance(twin, fx.Node) and twin.target is node.target and node.target is not getitem:
             call = theirs[twin]
             ours, recorded = (its_copy.args, its_copy.kwargs), (call.args, call.kwargs)
@@ -178,39 +156,12 @@ class FirstExport:
             its_copy.args, its_copy.kwargs = numbers
 
 
-def _drop_checks(module: fx.GraphModule) -> None:
+def _drop_checks(graph: fx.Graph) -> None:
     """Calls without a result that export adds of its own, to check shapes."""
-    for inner in graph_modules(module):
-        for node in list(inner.graph.nodes):
-            schema = getattr(node.target, "_schema", None)
-            if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
-                inner.graph.erase_node(node)
-
-
-def copied_export(exported: ExportedProgram) -> tuple[ExportedProgram, dict[fx.Node, fx.Node]]:
-    """``exported`` with a graph of its own; each node with its copy."""
-    made, copies = copy.copy(exported), dict[fx.Node, fx.Node]()
-    made._graph_module = _copied_module(exported.graph_module, copies)
-    return made, copies
-
-
-def _copied_module(module: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.GraphModule:
-    """``module`` and the regions in it once more, under the same names."""
-    graph, parts = fx.Graph(), dict[str, Any]()
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].name = node.name
-        if node.op == "get_attr":
-            part = getattr(module, str(node.target))
-            parts[str(node.target)] = _copied_module(part, copies) if isinstance(part, fx.GraphModule) else part
-    return Unwritten(parts, graph)
-
-
-def _values(twin: Any, ours: Any, theirs: Mapping[fx.Node, fx.Node]) -> Any:
-    """What a recording saw of a node; parameters and constants keep their shapes."""
-    if isinstance(twin, tuple):
-        return tuple(_values(a, b, theirs) for a, b in zip(twin, ours, strict=True))
-    return theirs[twin].meta.get("val", ours) if isinstance(twin, fx.Node) else ours
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
+            graph.erase_node(node)
 
 
 def _alike(

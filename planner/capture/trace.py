@@ -30,13 +30,15 @@ from passes.program.program import Assumption
 from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
 from planner.capture.functional import drop_detach_of_literals
 from planner.capture.gradients.autocast import write_casts
+from planner.capture.gradients.parameters import drop_writes_of_itself
 from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.model.exchange import Exchange, fake, global_hooks_kept
 from planner.capture.own_loss import other_inputs
 from planner.capture.python.draws import CertainDraws
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.recording import CallRecorder, FurtherCall, Recording
-from planner.capture.resized import Earlier, FirstExport, KeptExport, Unlike, copied_export
+from planner.capture.regions import copied_export, stop_gradients
+from planner.capture.resized import Earlier, FirstExport, KeptExport, Unlike
 from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.user_lines import CallSites, loss_lines, name_sliced_modules
@@ -208,7 +210,7 @@ def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: b
 def _export(
     forward: Forward, watch: ForwardWatch, asked: Questions, copies: list[ExportedProgram] | None = None
 ) -> ExportedProgram:
-    """``copies``: gets a copy of the graph as torch.export made it. Raises PlanError."""
+    """``copies``: gets the graph as torch.export made it. Raises PlanError."""
     model, kwargs = forward.model, forward.kwargs
 
     def check(args: Any, kwargs: Any) -> None:
@@ -219,8 +221,8 @@ def _export(
         with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model), global_hooks_kept():
             exported = quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
         if copies is not None:
-            copies.append(copied_export(exported)[0])
-        return _named(exported, model)
+            copies.append(exported)
+        return _named(copied_export(exported)[0], model)
     except (PlanError, KeyboardInterrupt):
         raise
     except BaseException as error:  # of the user's forward: it may derive from any class
@@ -240,9 +242,11 @@ def _export(
 
 def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
     """With the casts of autocast regions, and modules as the model names them; without calls that change nothing."""
-    drop_detach_of_literals(exported.graph_module)
-    write_casts(exported.graph_module)
-    name_sliced_modules(exported.graph_module, model)
+    drop_detach_of_literals(exported.graph)
+    drop_writes_of_itself(exported.graph)
+    stop_gradients(exported.graph)
+    write_casts(exported.graph)
+    name_sliced_modules(exported.graph, model)
     return exported
 
 

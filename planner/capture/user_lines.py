@@ -21,7 +21,6 @@ from torch.fx.proxy import TracerBase
 
 from passes.errors import PlanError, Where
 from passes.program.source_lines import code_of, is_foreign_frame, where_of_frame
-from planner.capture.data_dependence import graph_modules
 from planner.capture.interceptors import installed
 from planner.capture.own_loss import Combined, parts_of
 
@@ -134,18 +133,17 @@ def _of_loss(frames: traceback.StackSummary, code: CodeType) -> Iterator[traceba
             yield frame
 
 
-def name_sliced_modules(graph_module: fx.GraphModule, model: nn.Module) -> None:
+def name_sliced_modules(graph: fx.Graph, model: nn.Module) -> None:
     """Write the model's own names into the ``nn_module_stack`` of every node."""
     own: dict[str, str] = {}
-    for module in graph_modules(graph_module):
-        for node in module.graph.nodes:
-            stack = node.meta.get("nn_module_stack") or {}
-            if any(".slice(" in str(path) for path, _ in stack.values()):
-                for path, _ in stack.values():
-                    own.setdefault(path, _own_path(path, model))
-                node.meta["nn_module_stack"] = {
-                    key.replace(path, own[path]): (own[path], kind) for key, (path, kind) in stack.items()
-                }
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if any(".slice(" in str(path) for path, _ in stack.values()):
+            for path, _ in stack.values():
+                own.setdefault(path, _own_path(path, model))
+            node.meta["nn_module_stack"] = {
+                key.replace(path, own[path]): (own[path], kind) for key, (path, kind) in stack.items()
+            }
 
 
 def _own_path(path: str, model: nn.Module) -> str:

@@ -27,7 +27,6 @@ from passes.errors import PlanError, Where
 from passes.program.ops.aten import is_mutable
 from passes.program.ops.own_backward import Autocast
 from passes.program.source_lines import origin_of, where_of
-from planner.capture.data_dependence import graph_modules
 from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import called_by_user
 
@@ -110,15 +109,12 @@ def autocast_now() -> Autocast | None:
 # ---- after the export
 
 
-def write_casts(module: fx.GraphModule) -> None:
+def write_casts(graph: fx.Graph) -> None:
     """Put the casts of every marked op into the graph. Raises PlanError if they cannot be determined."""
-    for inner in graph_modules(module):
-        marked = [(n, region) for n in inner.graph.nodes if (region := (n.meta.get("custom") or {}).get(MARK))]
-        for node, region in marked:
-            if isinstance(node.target, torch._ops.OpOverload):
-                _Call(inner.graph, node, region).write()
-        if marked:
-            inner.recompile()
+    for node in list(graph.nodes):
+        region = (node.meta.get("custom") or {}).get(MARK)
+        if region is not None and isinstance(node.target, torch._ops.OpOverload):
+            _Call(graph, node, region).write()
 
 
 class _Call:

@@ -14,7 +14,6 @@ Writes are read off the exported graph before it is made functional, while they 
 sets on its tensors are found while it is exported (planner.capture.gradients.python_side).
 """
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -29,7 +28,6 @@ from passes.program.known_values import is_made_of
 from passes.program.ops.aten import arguments
 from passes.program.source_lines import where_of, where_of_definition
 from passes.program.walks import ancestors
-from planner.capture.data_dependence import bodies_of, graph_modules
 from planner.capture.model.exchange import storage_of
 
 WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
@@ -43,21 +41,13 @@ HOOK_FIX = (
 )
 
 
-def drop_writes_of_itself(module: fx.GraphModule) -> None:
+def drop_writes_of_itself(graph: fx.Graph) -> None:
     """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward, and
     ``x.div_(1)``, by which a first call may rescale weights.
-
-    Where a region without gradients does so, the value behind it is ``x`` itself, with its gradient.
     """
-    graphs = graph_modules(module)
-    for inner in graphs:
-        for node in [n for n in inner.graph.nodes if _leaves_it_as_it_is(n)]:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            inner.graph.erase_node(node)
-    for inner in graphs:
-        for node in inner.graph.find_nodes(op="call_function", target=operator.getitem):
-            if (same := _passed_through(inner, node)) is not None:
-                node.replace_all_uses_with(same)
+    for node in filter(_leaves_it_as_it_is, list(graph.nodes)):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
 
 
 def _leaves_it_as_it_is(node: fx.Node) -> bool:
@@ -68,21 +58,10 @@ def _leaves_it_as_it_is(node: fx.Node) -> bool:
     return is_scaling and not node.kwargs and node.args[1] in (1, 1.0)
 
 
-def _passed_through(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The operand of a region that ``node``, one of its results, is; None for a result that the region makes."""
-    call: Any = node.args[0]
-    for body, holders, operands in bodies_of(module, call) if isinstance(call, fx.Node) else ():
-        results: Any = body.graph.output_node().args[0]
-        result = results[node.args[1]] if isinstance(results, (tuple, list)) else None  # pyright: ignore
-        if result in holders:
-            return operands[holders.index(result)]
-    return None
-
-
 def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:
     """``parameters``: placeholder name → dotted name. Raises PlanError at the first write, with the user's line."""
     names = {node: parameters[node.name] for node in module.graph.nodes if node.name in parameters}
-    for node, fqn in _writes(module, names):
+    for node, fqn in _writes(module.graph, names):
         renormalises = "embedding_renorm" in str(node.target)
         how = " (max_norm rescales its rows)" if renormalises else ""
         raise PlanError(
@@ -92,24 +71,18 @@ def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str
         )
 
 
-def _writes(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
-    """(node that writes, the parameter's name), also in regions without gradients."""
+def _writes(graph: fx.Graph, names: Mapping[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
+    """(node that writes, the parameter's name)."""
     of: dict[Any, str] = dict(names)
-    for node in module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            for body, holders, operands in bodies_of(module, node):
-                yield from _writes(body, {h: of[o] for h, o in zip(holders, operands, strict=False) if o in of})
-        elif isinstance(node.target, torch._ops.OpOverload):
-            given = arguments(node)
-            for argument in node.target._schema.arguments:
-                value = given.get(argument.name)
-                if argument.alias_info is None or not isinstance(value, fx.Node) or value not in of:
-                    continue
-                if argument.alias_info.is_write:
-                    yield node, of[value]
-                of[node] = of[value]
+    for node in graph.nodes:
+        given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+        for argument in node.target._schema.arguments if given else ():
+            value = given.get(argument.name)
+            if argument.alias_info is None or not isinstance(value, fx.Node) or value not in of:
+                continue
+            if argument.alias_info.is_write:
+                yield node, of[value]
+            of[node] = of[value]
 
 
 def notes_of_writes(

@@ -18,7 +18,6 @@ from torch.fx.experimental import proxy_tensor
 from passes.errors import PlanError, Where
 from passes.program.known_values import is_made_of, node_of, value_of
 from passes.program.source_lines import where_of
-from planner.capture.gradients.parameters import drop_writes_of_itself
 from planner.capture.graphs_equal import first_difference
 from planner.capture.interceptors import installed
 from planner.capture.model.exchange import Exchange, fake, tensors_in
@@ -257,10 +256,7 @@ class ForwardWatch:
         """Raise PlanError unless ``again`` exports the same graph."""
         read = list(dict.fromkeys(self._draws.doubts))
         try:
-            later = again()
-            for one in (exported, later):
-                drop_writes_of_itself(one.graph_module)
-            differing = first_difference(exported, later, self._fixed_values() | self._filled_buffers())
+            differing = first_difference(exported, again(), self._fixed_values() | self._filled_buffers())
         except PlanError as error:
             raise self._depends(error.where if isinstance(error.where, Where) else Where(), read) from error
         if differing is not None:
