@@ -34,12 +34,9 @@ class Commands(_PlainFlags, TyperGroup):
         try:
             with _file_errors():
                 return super().invoke(ctx)
-        except PlanError as error:
+        except (PlanError, RunError) as error:
             typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
-            raise typer.Exit(BAD_INPUT) from None
-        except RunError as error:
-            typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
-            raise typer.Exit(RUN_FAILED) from None
+            raise typer.Exit(BAD_INPUT if isinstance(error, PlanError) else RUN_FAILED) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         """``plan`` first: all begins with it."""

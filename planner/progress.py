@@ -34,7 +34,7 @@ class _Step:
         if self.is_told.is_set():
             say(f"{self.what}: {self._amount()}{time.monotonic() - self.start:.1f} s")
 
-    def see(self, things: str, num_bytes: int = 0) -> None:
+    def see(self, things: str, num_bytes: int) -> None:
         self._num_seen += 1
         self._num_bytes += num_bytes
         now = time.monotonic()
@@ -70,18 +70,13 @@ def shown_if_slow(what: str, *, after_seconds: float = AFTER_SECONDS) -> Iterato
         step.end()
 
 
-def see_one(things: str) -> None:
-    """The step under way has come to one more of ``things``: a terminal shows how many."""
+def see_one(things: str, num_bytes: int = 0) -> None:
+    """The step under way has come to one more of ``things``, and has read or written its bytes: a terminal shows how
+    many.
+    """
     step = _step.get()
     if step is not None:
-        step.see(things)
-
-
-def see_bytes(num_bytes: int) -> None:
-    """The step under way has read or written these."""
-    step = _step.get()
-    if step is not None:
-        step.see("parts", num_bytes)
+        step.see(things, num_bytes)
 
 
 @contextmanager

@@ -14,13 +14,11 @@ that is captured in another dtype than its own. Its batches together take both s
     one input counts        0 1 2 …: positions of one document
 """
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
@@ -30,7 +28,7 @@ from passes.errors import PlanError, Where
 from passes.program.program import Program
 from planner.capture.graphs_equal import InFloat64, drawn, widened
 from planner.capture.model.eager import caches_off, in_eager_mode
-from planner.capture.model.exchange import has_values, registry_kept, tensors_in
+from planner.capture.model.exchange import has_values, python_generators_kept, registry_kept, tensors_in
 from planner.capture.outputs import plain_structure
 from planner.capture.python.state import PythonState
 from planner.capture.user_lines import CallSites
@@ -223,13 +221,10 @@ def _scalars(run: Callable[[], Any]) -> list[Tensor]:
 def _put_back(model: nn.Module) -> Iterator[None]:
     """The model, and all generators of random numbers, as they were."""
     state, buffers = PythonState(model), [(b, b.detach().clone()) for b in model.buffers()]
-    generators = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), registry_kept(model.modules()):
+        with python_generators_kept(), torch.random.fork_rng(devices=[]), registry_kept(model.modules()):
             yield
     finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
         state.restore()
         with torch.no_grad():
             for buffer, before in buffers:

@@ -28,6 +28,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISBLK, "a device"),
 )
 LARGEST = 2**63 - 1
+is_file, is_directory = os.path.isfile, os.path.isdir  # unlike Path's: False for a name that no file can have
 _HALF_A_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -115,22 +116,6 @@ def open_regular(path: str | PathLike[str]) -> int:
         return handle
     os.close(handle)
     raise _NoFile(next((name for is_kind, name in _KINDS if is_kind(mode)), "something else") + ", not a regular file")
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is a regular file; False too for a name that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def is_directory(path: Path) -> bool:
-    """Whether there is a directory; False too for a name that none can have."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def reason(error: Exception) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import open_new, write_new
 from planner.files.text import shorten
-from planner.progress import see_bytes, shown_if_slow
+from planner.progress import see_one, shown_if_slow
 from planner.sharding.boxes import Box
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.hub_tensors import Entry, Read, check_names, hub_entries, stored_names
@@ -111,7 +111,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Te
             assert tensor is not None, entry.name
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-            see_bytes(entry.num_bytes)
+            see_one("parts", entry.num_bytes)
     sync(path)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from planner.capture.model.assembly import Source
 from planner.files.text import is_directory, open_regular, read_json, reason, shorten
-from planner.progress import see_bytes
+from planner.progress import see_one
 from planner.sharding.boxes import Box
 
 SINGLE = "model.safetensors"
@@ -121,7 +121,7 @@ class SafetensorsFiles(OpenFiles):
         except (OSError, SafetensorError) as error:
             fix = "provide an undamaged copy of the file"
             raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error
-        see_bytes(box.num_elements * target.element_size())
+        see_one("parts", box.num_elements * target.element_size())
 
     # ---- opening
 
@@ -276,7 +276,7 @@ def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
     with opened(path) as file:
         while count := file.readinto(chunk):  # pyright: ignore[reportAttributeAccessIssue]
             digest.update(chunk[:count])
-            see_bytes(count)
+            see_one("parts", count)
     if digest.hexdigest() != checksum:
         what = f"{path.name} is damaged or belongs to another save: its checksum does not match"
         raise PlanError(what, where=str(path), fix="load another save")

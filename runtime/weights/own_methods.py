@@ -13,18 +13,17 @@ neither on the layout nor on other weights of a rank.
 
 import hashlib
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
+from planner.capture.model.exchange import python_generators_kept, seed_generators
 from planner.capture.model.meta_init import initialisers
 
 _OF_MODULE = ("reset_parameters", "_reset_parameters")
@@ -191,13 +190,8 @@ def _ran(call: _Call) -> None:
 @contextmanager
 def generators_as_before() -> Iterator[None]:
     """Random states of Python, NumPy and torch on the CPU are restored afterwards."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+    with python_generators_kept(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 @contextmanager
@@ -205,7 +199,5 @@ def _seeded(key: str) -> Iterator[None]:
     """The generators of torch, numpy and Python at a place that ``key`` alone decides; as before afterwards."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
     with generators_as_before():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_generators(seed)
         yield

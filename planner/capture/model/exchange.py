@@ -9,11 +9,13 @@ a copy would lose, are captured like the rest. Exchanged are parameters, buffers
 not on the CPU; a plain attribute with values stays, a constant of the graph.
 """
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -146,6 +148,24 @@ def content_kept(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
         for table, before in kept:
             table.clear()
             table.update(before)
+
+
+def seed_generators(seed: int) -> None:
+    """Torch's generators, Python's and NumPy's: a constructor may draw from any of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+@contextmanager
+def python_generators_kept() -> Iterator[None]:
+    """Afterwards Python's and NumPy's generators of random numbers are in the same state."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def registry_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:

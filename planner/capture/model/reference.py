@@ -17,7 +17,6 @@ An adapter's values are those of one process that seeds, loads the base and call
 
 import logging
 import os
-import random
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -25,12 +24,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from passes.errors import PlanError, Where, refusing
 from planner.capture.model.eager import uncompiled
+from planner.capture.model.exchange import seed_generators
 from planner.capture.model.hugging_face import Fill, hugging_face_model, import_class, offline
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
@@ -100,13 +98,6 @@ def quiet_transformers() -> None:
     warnings.filterwarnings("ignore", module=r"transformers\b")
     if os.environ["TRANSFORMERS_VERBOSITY"] == "error":
         logger.setLevel(logging.ERROR)
-
-
-def seed_generators(seed: int) -> None:
-    """Torch's generators, Python's and NumPy's: a constructor may draw from any of them."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
 
 
 def pretrained_directory(reference: str) -> Path | None:

@@ -41,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 from passes.errors import Where
 from passes.program.known_values import known_answer
 from planner.capture.interceptors import by_identity, installed
+from planner.capture.model.exchange import python_generators_kept
 from planner.capture.python.modules import own_modules
 from planner.capture.user_lines import CallSites, called_by_user
 
@@ -70,15 +71,10 @@ class PythonDraws:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Afterwards Python's and NumPy's generators are restored: planning draws nothing from them."""
-        states = random.getstate(), np.random.get_state()
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
-        try:
-            owners = random, np.random, time, os, uuid, secrets, *_of_torch()
-            with installed(*by_identity((*owners, *self._modules), replaced)), self.seeds.watched():
-                yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        owners = random, np.random, time, os, uuid, secrets, *_of_torch(), *self._modules
+        with python_generators_kept(), installed(*by_identity(owners, replaced)), self.seeds.watched():
+            yield
 
     def _watches(self) -> Iterator[tuple[Any, Any]]:
         for module, owner in ((random, random._inst), (np.random, np.random.mtrand._rand)):  # pyright: ignore

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.model.recorded import CannotRecord, build_recorded, recorded_values
-from planner.capture.model.reference import seed_generators
+from planner.capture.model.exchange import seed_generators
 from tests.models.hugging_face import ZOO
 
 
