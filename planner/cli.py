@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -79,24 +78,9 @@ def options(
     """Options of no command."""
 
 
-class PlanFormat(StrEnum):
-    table = "table"
-    json = "json"
-    yaml = "yaml"
-    html = "html"
-    pt = "pt"
-    schedule = "schedule"
-
-
-class Format(StrEnum):
-    table = "table"
-    json = "json"
-
-
-class ScheduleFormat(StrEnum):
-    table = "table"
-    json = "json"
-    svg = "svg"
+PlanFormat = Literal["table", "json", "yaml", "html", "pt", "schedule"]
+Format = Literal["table", "json"]
+ScheduleFormat = Literal["table", "json", "svg"]
 
 
 def show_plan(plan: Plan, *, full: bool = False) -> None:
@@ -133,19 +117,19 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: st
     from planner.report.text import to_yaml
 
     match format:
-        case PlanFormat.json:
+        case "json":
             return json.dumps(plan.to_dict(), indent=2)
-        case PlanFormat.yaml:
+        case "yaml":
             return to_yaml(plan)
-        case PlanFormat.html:
+        case "html":
             from planner.report.page.plan_page import plan_page  # templates are loaded for pages only
 
             return plan_page(plan, full=full, title=title)
-        case PlanFormat.table:
+        case "table":
             return plan.describe(full=full)
-        case PlanFormat.schedule:
+        case "schedule":
             return format_schedule(replace(plan.schedule.on(plan.mesh), kind=CUSTOM))
-        case PlanFormat.pt:
+        case "pt":
             raise AssertionError("a plan that runs is a file, not text")
 
 
@@ -157,7 +141,7 @@ def search_command(
         int | None, typer.Option(min=1, help="Number of devices; default: `devices` of the spec.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="Number of layouts to print.")] = 5,
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = "table",
     output: Output = None,
     best: Annotated[
         Path | None,
@@ -175,7 +159,7 @@ def search_command(
     from planner.spec.spec import Spec
 
     names_a_spec = output is not None and output.suffix in (".yaml", ".yml")  # a table is no YAML
-    if best is None and format is Format.table and names_a_spec:
+    if best is None and format == "table" and names_a_spec:
         best, output = output, None
     asked = Spec.load(spec)
     if devices is not None:
@@ -184,7 +168,7 @@ def search_command(
         result = find_layouts(load_model(named(model, peft)), asked, top=top, progress=progress)
     if best is not None:
         write_text(winner_text(spec, asked, result.winner.point, chosen(result, result.winner)), best, "--best")
-    if format is Format.table:
+    if format == "table":
         show_sections(result_sections(result), output)
     else:
         write_text(json.dumps(result_to_dict(result), indent=2), output)
@@ -199,7 +183,7 @@ def groups_command(
     ep: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
     etp: Annotated[int | None, typer.Option(help="Tensor-parallel size inside an expert; default: --tp.")] = None,
     order: Annotated[str, typer.Option(help="Axes from the fastest to the slowest varying.")] = "tp-cp-ep-dp-pp",
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = "table",
     output: Output = None,
 ) -> None:
     """Print the process groups of each mesh axis, for dense layers and for experts."""
@@ -213,7 +197,7 @@ def groups_command(
         )
     mesh = Mesh.from_world_size(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
     groups = all_groups(mesh)
-    if format is Format.json:
+    if format == "json":
         write_text(json.dumps(groups), output)
     else:
         show_sections([_groups_section(kind, rows, world_size) for kind, rows in groups.items()], output)
@@ -243,7 +227,7 @@ def schedule_command(
     vpp: Annotated[int, typer.Option(help="Chunks per rank (virtual stages).")] = 1,
     group_size: Annotated[int | None, typer.Option(help="Microbatches per group; default: --pp.")] = None,
     kind: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}; default: depends on --vpp.")] = None,
-    format: Annotated[ScheduleFormat, typer.Option(help="Output format.")] = ScheduleFormat.table,
+    format: Annotated[ScheduleFormat, typer.Option(help="Output format.")] = "table",
     output: Output = None,
 ) -> None:
     """Print the order of forwards and backwards on each pipeline rank, and the bubble."""
@@ -253,9 +237,9 @@ def schedule_command(
 
     schedule = build_schedule(kind, pp, microbatches, vpp=vpp, group_size=group_size)
     simulation = simulate(schedule)
-    if format is ScheduleFormat.json:
+    if format == "json":
         write_text(json.dumps(schedule_to_dict(schedule, simulation)), output)
-    elif format is ScheduleFormat.svg:
+    elif format == "svg":
         write_text(schedule_svg(schedule, simulation), output)
     else:
         write_text(schedule_text(schedule, simulation), output)

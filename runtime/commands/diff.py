@@ -76,7 +76,7 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
 @dataclass(frozen=True)
 class Options:
     model: str | None = option("Plan this model with both specs, and compare the plans.", "MODEL")
-    format: Format = option("Output format.", default=Format.table)
+    format: Format = option("Output format.", default="table")
     output: Output = None
     peft: Peft = None
     exit_code: bool = flag("Exit with 1 if the plans differ.")
@@ -98,7 +98,7 @@ def diff_command(
         )
     adapted = None if asked.model is None else named(asked.model, asked.peft)
     found = differences(*two_plans(first, second, adapted))
-    if asked.format is Format.json:
+    if asked.format == "json":
         text = json.dumps({"before": str(first), "after": str(second), **found.to_dict()}, indent=2)
     else:
         text = differences_text(found, str(first), str(second))

@@ -11,14 +11,14 @@ EPILOG = "Example: meshwright env --format json > env.json"
 
 
 def env_command(
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = "table",
     output: Output = None,
 ) -> None:
     """Print versions, devices, compilers and settings for a bug report, without host names and paths."""
     from runtime.environment import environment
 
     parts = environment()
-    if format is Format.json:
+    if format == "json":
         write_text(json.dumps(parts, indent=2), output)
         return
     width = max(len(name) for lines in parts.values() for name in lines) + 2

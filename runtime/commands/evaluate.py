@@ -30,7 +30,7 @@ class Options:
         "Number of tokens that normalizes perplexity; default: the number of words.", "N", min=1
     )
     nproc: NumRanks = None
-    format: Format = option("Output format.", default=Format.table)
+    format: Format = option("Output format.", default="table")
     output: Output = None
     peft: Peft = None
 
@@ -50,7 +50,7 @@ def evaluate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     found = evaluate(Evaluation(weights, str(spec), asked.data, tokenizer=asked.tokenizer, **how), asked.nproc)
     if found is None:
         return
-    if asked.format is Format.json:
+    if asked.format == "json":
         write_text(json.dumps({"data": asked.data, **found.to_dict()}, indent=2), asked.output)
     else:
         title = f"{'Cloze accuracy' if asked.cloze else 'Perplexity'} on {asked.data}"

@@ -28,7 +28,7 @@ class Options:
     top_p: float | None = option("Sample among the most probable tokens that have the share P together.", "P")
     seed: int = option("Seed for sampling.", "N", default=0)
     nproc: NumRanks = None
-    format: Format = option("Output format.", default=Format.table)
+    format: Format = option("Output format.", default="table")
     output: Output = None
     peft: Peft = None
     no_kv_cache: bool = flag("Keep no keys and values: each token runs the whole forward.")
@@ -51,7 +51,7 @@ def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     made = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, cache, tokenizer=tokenizer)
     if (found := generate(made, asked.nproc)) is None:
         return
-    if asked.format is Format.json:
+    if asked.format == "json":
         write_text(json.dumps([each.to_dict() for each in found], indent=2), asked.output)
     else:
         is_chat = not asked.prompt

@@ -15,7 +15,7 @@ CHECK_FAILED = 1
 @dataclass(frozen=True)
 class Options:
     evaluate: bool = flag("Compare an evaluation instead: no gradients, no optimizer state.")
-    format: Format = option("Output format.", default=Format.table)
+    format: Format = option("Output format.", default="table")
     output: Output = None
     peft: Peft = None
 
@@ -31,6 +31,6 @@ def memory_command(model: Model, spec: SpecFile, asked: Options) -> None:
     from runtime.profiling.memory import compare_memory
 
     report = compare_memory(named(model, asked.peft), str(spec), evaluates=asked.evaluate)
-    write_text(json.dumps(report.to_dict(), indent=2) if asked.format is Format.json else str(report), asked.output)
+    write_text(json.dumps(report.to_dict(), indent=2) if asked.format == "json" else str(report), asked.output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)

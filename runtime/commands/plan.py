@@ -25,7 +25,7 @@ EPILOG = (
 
 @dataclass(frozen=True)
 class Options:
-    format: PlanFormat = option("Output format.", default=PlanFormat.table)
+    format: PlanFormat = option("Output format.", default="table")
     output: Output = None
     full: bool = flag("Print a row for every block, including repeated ones.")
     passes: bool = flag("Print the changes of each pass in the graphs of one rank, instead of the plan.")
@@ -60,9 +60,9 @@ def plan_command(model: Model, spec: SpecFile, asked: Options) -> None:
         from planner.report.alternatives import why as sections_of
 
         show_sections(sections_of(result, result.to_run()[0], asked.why), output)
-    elif asked.format is PlanFormat.table and output is None:
+    elif asked.format == "table" and output is None:
         show_plan(result, full=asked.full)
-    elif asked.format is PlanFormat.pt and output is not None:
+    elif asked.format == "pt" and output is not None:
         result.save(output)
     else:
         write_text(format_plan(result, asked.format, full=asked.full, title=title_of(model, spec)), output)
@@ -71,16 +71,16 @@ def plan_command(model: Model, spec: SpecFile, asked: Options) -> None:
 def _check(asked: Options) -> None:
     """An option that would have no effect is an error."""
     format, passes = asked.format, asked.passes
-    if format is PlanFormat.pt and (asked.output is None or asked.output.suffix != ".pt"):
+    if format == "pt" and (asked.output is None or asked.output.suffix != ".pt"):
         raise PlanError("a plan that runs is a file with a name in .pt", where="--format pt", fix="add -o plan.pt")
     if asked.rank is not None and not passes:
         what = "--rank selects a rank for --passes, which is not given"
         raise PlanError(what, where="--rank", fix="add --passes, or remove --rank")
-    if asked.why is not None and (passes or format is not PlanFormat.table):
+    if asked.why is not None and (passes or format != "table"):
         fix = "leave out --passes and --format, or --why"
         raise PlanError("--why prints tables of one parameter, and nothing else", where="--why", fix=fix)
-    if passes and format is not PlanFormat.table:
+    if passes and format != "table":
         raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")
-    if asked.length is not None and format is PlanFormat.pt:
+    if asked.length is not None and format == "pt":
         fix = "leave out --length: the file has all lengths"
         raise PlanError("--length selects tables to print", where="--length", fix=fix)

@@ -1,8 +1,7 @@
 """The command ``meshwright report``."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,20 +10,14 @@ from planner.cli import Output, show_sections, write_text
 EPILOG = "Example: meshwright report run.jsonl other.jsonl --format html -o runs.html"
 
 
-class ReportFormat(StrEnum):
-    table = "table"
-    json = "json"
-    html = "html"
-
-
 def report_command(
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="RUN…", help="Logs of `train` (--log FILE.jsonl), or directories that contain them."),
     ],
     format: Annotated[
-        ReportFormat, typer.Option(help="Output format; html is one self-contained page.")
-    ] = ReportFormat.table,
+        Literal["table", "json", "html"], typer.Option(help="Output format; html is one self-contained page.")
+    ] = "table",
     output: Output = None,
 ) -> None:
     """Compare runs over steps: losses, norms, rates, tokens per second, memory and bubble.
@@ -37,9 +30,9 @@ def report_command(
     from runtime.report.runs.table import json_parts, sections_of
 
     found = read_runs(runs)
-    if format is ReportFormat.html:
+    if format == "html":
         write_text(page(found), output)
-    elif format is ReportFormat.json:
+    elif format == "json":
         write_text(json_parts(found), output)
     else:
         show_sections(sections_of(found), output)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from examples.gpt import GPT
 from passes.errors import PlanError, SpecError
 from planner import capture, plan
-from planner.cli import PlanFormat, app, format_plan
+from planner.cli import app, format_plan
 from planner.fold import LOOP, V
 from planner.pipeline.schedule import CUSTOM, build_schedule
 from planner.pipeline.simulate import format_schedule, parse_schedule, simulate
@@ -221,9 +221,9 @@ def test_memory_and_cost_are_those_of_the_kind_with_these_actions(kind: str, vpp
     }
     captured = capture(GPT(vocabulary=64, length=8, width=16, num_heads=2), spec | {"mesh": {}})
     of_kind = plan(captured, spec | {"pipeline": {"schedule": kind}})
-    text = format_plan(of_kind, PlanFormat.schedule)
+    text = format_plan(of_kind, "schedule")
     by_hand = plan(captured, spec | {"pipeline": {"schedule": text}})
-    assert by_hand.spec["pipeline"]["schedule"] == format_plan(by_hand, PlanFormat.schedule) == text
+    assert by_hand.spec["pipeline"]["schedule"] == format_plan(by_hand, "schedule") == text
     assert replace(by_hand.schedule, kind=kind) == of_kind.schedule
     assert by_hand.memory == of_kind.memory
     assert by_hand.cost is not None and of_kind.cost is not None  # noqa: PT018

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture.model.recorded import CannotRecord, build_recorded, recorded_values
 from planner.capture.model.exchange import seed_generators
+from planner.capture.model.recorded import CannotRecord, build_recorded, recorded_values
 from tests.models.hugging_face import ZOO
 
 
