@@ -62,7 +62,7 @@ class Captured:
     _function: Callable[..., Any] | None = field(default=None)
     earlier: Earlier = field(default_factory=Earlier)  # captures of the model at other sizes
     forms: Forms = ()  # of the inputs that the model takes in other forms than rows
-    apart: list[tuple[Mapping[str, str], bool]] = field(default_factory=list)  # see ``_keeps_apart``
+    apart: dict[Any, bool] = field(default_factory=dict)  # see ``_keeps_apart``
 
     @property
     def model(self) -> nn.Module:
@@ -218,12 +218,11 @@ def _keeps_apart(captured: Captured, given: Mapping[str, str]) -> bool:
 
     Raises PlanError for a model that mixes documents otherwise.
     """
-    known = next((found for inputs, found in captured.apart if inputs == given), None)
-    if known is None:
+    asked = frozenset(given.items())
+    if asked not in captured.apart:
         with shown_if_slow("looking for ops that read tokens of other documents"):
-            known = check_documents(captured.model, captured.example, given, captured.program_at)
-        captured.apart.append((given, known))
-    return known
+            captured.apart[asked] = check_documents(captured.model, captured.example, given, captured.program_at)
+    return captured.apart[asked]
 
 
 def inputs_of(spec: Spec, example_inputs: Mapping[str, Any] | None) -> dict[str, Tensor]:

@@ -162,12 +162,10 @@ class ForwardWatch:
 
     def settle_unknown(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
         """Raise PlanError unless ``again``, a later call, exports the same graph: the first may have filled a cache."""
-        try:
-            is_same = first_difference(exported, again(), self._fixed_values()) is None
-        except PlanError:
-            is_same = False
-        if not is_same:
-            raise self._changing(self.unlike)
+        with suppress(PlanError):
+            if first_difference(exported, again(), self._fixed_values()) is None:
+                return
+        raise self._changing(self.unlike)
 
     def refuse_draws(self, kwargs: Mapping[str, Any]) -> None:
         """Raise PlanError if a generator of random numbers that the model holds has moved."""
