@@ -3,7 +3,7 @@
     order   sort(ids)[1], argsort(ids)      rows     x[order // k], w[order]: of tokens or of pairs, in the order
             order // k, (0 … n − 1 // k)[order]      bias[keys], and calls that act row by row
     keys    sort(ids)[0]                             grouped(rows, W, ends): each row by the matrix of its expert
-    counts  histc(keys, E, 0, E − 1)        back     y[places], zeros.index_add(0, order // k, y)
+    counts  histc(keys or ids, E, 0, E)     back     y[places], zeros.index_add(0, order // k, y), empty[order] = y
             one_hot(ids, E).sum(0)          places   empty[order] = 0 … n − 1, argsort(order)
             cat((ids == e).sum() …)         ends     cumsum(counts)
 
@@ -23,7 +23,7 @@ from torch import fx
 
 from passes.program.known_values import value_of
 from passes.program.ops.aten import aten, draws, named, packet_of, reduced_dims, shape_of
-from passes.program.ops.groups import BEST, RESHAPES, SAME, SORTS, is_grouped
+from passes.program.ops.groups import BEST, FILLED, RESHAPES, SAME, SORTS, WITH_SIZES, is_grouped
 from passes.rules.follow import follow
 from passes.types.types import Run
 
@@ -106,6 +106,10 @@ def _counting(ends: fx.Node) -> Counts:
     read, packet = counts.all_input_nodes, packet_of(counts.target)
     if counts.meta["val"].dtype not in EXACT:
         return counts, {}
+    if packet is aten.histc:
+        given = named(counts)
+        is_each = given["min"] == 0 and given["max"] in (given["bins"], given["bins"] - 1)
+        return read[0], {counts: "counts"} if is_each else {}
     if packet is aten.sum and packet_of(read[0].target) is aten.one_hot and not named(counts).get("keepdim"):
         is_of_all = reduced_dims(counts) == {*range(len(shape_of(read[0])) - 1)}
         return read[0].all_input_nodes[0], {counts: "counts"} if is_of_all else {}
@@ -127,8 +131,10 @@ class _Order:
         self.roles, self.times = {sort: "sort"}, dict[fx.Node, int]()
         if packet_of(sort.target) is aten.argsort:
             self.roles[sort], self.times[sort] = "order", 1
+        keys = (n for n in sort.users if n.target is getitem and n.args[1] == 0)
+        counted = {_source(self.ids), *keys}
         for ids, roles in counts:
-            self.roles |= roles if _source(ids) is _source(self.ids) else {}
+            self.roles |= roles if _source(ids) in counted else {}
         self.back, self.beside = dict[fx.Node, int](), dict[fx.Node, int]()
 
     def read(self) -> RestoredOrder:
@@ -169,19 +175,21 @@ class _Order:
             return read.pop() if node.meta["val"].dtype in EXACT else ""
         if packet is aten.floor_divide and read == {"order"}:
             return self._token(node, *args)
-        if packet is aten.histc and read == {"keys"}:
-            return "counts" if (given["bins"], given["min"], given["max"]) == (self.size, 0, self.size - 1) else ""
         if packet is aten.cumsum and read == {"counts"}:
             return "ends"
-        if packet is aten.empty_like and read == {"order"}:
-            return "empty"
-        if packet is aten.argsort and read == {"order"} and not given["descending"]:
+        if node.target in FILLED and read <= {"order", "rows"}:
+            return "filled"
+        if packet is aten.argsort and read == {"order"} and len(shape_of(node)) == 1 and not given["descending"]:
             return "places" if self.times[node.all_input_nodes[0]] == 1 else ""
         if packet is aten.index_put:
-            return self._places(read, *args)
+            return self._put(node, *args)
         if packet is aten.index and len(given["indices"]) == 1:
             return self._picked(node, given["self"], given["indices"][0])
-        if packet is aten.index_add and given["alpha"] == 1:
+        if node.target in WITH_SIZES and read == {"order"}:
+            return self._repeated(node, node.all_input_nodes[0])
+        if packet is aten.gather and given["dim"] == 0:
+            return self._picked(node, given["self"], given["index"])
+        if packet is aten.scatter_add or (packet is aten.index_add and given["alpha"] == 1):
             return self._added(node, *args[:4])
         if is_grouped(node.target):
             return self._multiplied(*args)
@@ -201,11 +209,20 @@ class _Order:
         self.times[node] = self.num_rows // (int(numbers[-1]) + 1)
         return "order" if torch.equal(numbers.long(), torch.arange(self.num_rows) // self.times[node]) else ""
 
-    def _places(self, read: set[str], base: Any, indices: Any, value: Any, accumulates: Any = False) -> str:
-        """Of each pair in the order: empty[order] = arange(n)."""
-        counts = value.args if packet_of(value.target) is aten.arange else ()
-        is_all = shape_of(base) == counts == (self.num_rows,) and [self.times.get(i) for i in indices] == [1]
-        return "places" if is_all and not accumulates and read <= {"order", "empty"} else ""
+    def _repeated(self, node: fx.Node, source: fx.Node) -> str:
+        """The order [n, 1], or [n, d]: once for each feature of a row, as gather and scatter_add read it."""
+        self.times[node], rows, shape = self.times[source], self.num_rows, shape_of(node)
+        return "order" if shape == (rows, 1) or (shape_of(source) == (rows, 1) and shape[:-1] == (rows,)) else ""
+
+    def _put(self, node: fx.Node, base: Any, indices: Any, value: Any, accumulates: Any = False) -> str:
+        """Rows back, or the place of each pair in the order; nothing of ``base`` is left."""
+        is_order = [self.times.get(index) for index in indices] == [1] and len(shape_of(indices[0])) == 1
+        if not is_order or accumulates or shape_of(base) != shape_of(value):
+            return ""
+        if self.roles.get(value) == "rows":
+            self.back[node] = 1
+            return "back"
+        return "places" if packet_of(value.target) is aten.arange and value.args == (self.num_rows,) else ""
 
     def _picked(self, node: fx.Node, x: fx.Node, index: fx.Node) -> str:
         """Rows in the order, or back."""

@@ -89,7 +89,31 @@ def compared(chosen: Tensor, size: int, first: int = 0) -> Tensor:
     return torch.stack([(chosen == first + i).sum() for i in range(size)])
 
 
+def gathered(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """An index for each feature of a row, and counts of the pairs as they are."""
+    flat, size = chosen.reshape(-1), layer.num_experts
+    order = flat.argsort(stable=True)
+    token = (order // layer.top_k).unsqueeze(1).expand(len(order), x.shape[1])
+    ends = torch.histc(flat.float(), bins=size, min=0, max=size).cumsum(0).int()
+    made = layer.computed(x.gather(0, token), ends, flat[order]) * probs.reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(x).scatter_add(0, token, made)
+
+
+def putting(filled: Callable[[Tensor], Tensor], *, accumulates: bool = False, shift: int = 0) -> Way:
+    def way(layer: Sorting, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.reshape(-1).argsort(stable=True)
+        ends = one_hot(chosen, layer.num_experts).cumsum(0).int()
+        made = layer.computed(x[order // layer.top_k], ends, chosen.reshape(-1)[order])
+        made = filled(made).index_put((order,), made.roll(shift, 0) if shift else made, accumulates)
+        return (made.view(*chosen.shape, -1) * probs.unsqueeze(-1)).sum(1)
+
+    return way
+
+
 RESTORED = {
+    "gathered": gathered,
+    "put": putting(torch.empty_like),
+    "put into zeros": putting(torch.zeros_like),
     "by places": sorted_experts.by_places,
     "added": known,
     "plain": written(),
@@ -114,6 +138,8 @@ MIXING = {
     "mixed": sorted_experts.mixed,
     "limited": sorted_experts.limited,
     "accumulated, bincount": sorted_experts.accumulated,
+    "put onto rows": putting(torch.clone, accumulates=True),
+    "put of others": putting(torch.zeros_like, shift=1),
     "counts weigh": counting(one_hot, weighs=True),
     "each count weighs": counting(compared, weighs=True),
     "counts of others": counting(partial(compared, first=1)),
