@@ -225,7 +225,9 @@ _TIED = "embedding"
 def device_bytes(mesh: Mesh, cluster: Cluster, pp_rank: int = 0, further: Collection[str] = ()) -> int:
     """Of one rank of ``pp_rank``. ``further``: the axes of the exchanges of its buffers."""
     own = _axes_of_groups(mesh)
-    reached = (_outermost(mesh, axis, cluster) for axis in (*own, *sorted({*further} - {*own, *EXPERT_AXES})))
+    axes = (*own, *sorted({*further} - {*own, *EXPERT_AXES}))
+    groups = ("pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS) for axis in axes)
+    reached = (outermost(mesh, axis, cluster) for axis in groups)
     ends = (ranks for pp_ranks, ranks in _links_of_pipeline(mesh) if pp_rank in pp_ranks)
     levels = [level for level in reached if level is not None] + [level_between(*pair, cluster) for pair in ends]
     return (cluster.device.context or 0) + sum(cluster.links[level].communicator or 0 for level in levels)
@@ -247,10 +249,6 @@ def _links_of_pipeline(mesh: Mesh) -> tuple[tuple[tuple[int, int], tuple[int, in
     firsts = [mesh.rank_of(pp=rank) for rank in range(mesh.pp)]
     found = links(mesh.pp, mesh.vpp, mesh.fold)
     return tuple(((a, b), (firsts[a], firsts[b])) for a, b, _ in found)
-
-
-def _outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
-    return outermost(mesh, "pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS), cluster)
 
 
 def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, matrices: str) -> set[str]:

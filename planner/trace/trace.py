@@ -164,14 +164,13 @@ class _Tracer:
                 self.held[node] = planned(getattr(self.stage.root, str(node.target)))
             elif node.op in ("placeholder", "get_attr"):
                 self._put(node, self._outside(node))
+            elif node.target is operator.getitem:
+                source: Any = node.args
+                self._put(node, self.held[source[0]][source[1]])
             elif node.op == "call_function":
-                self._put(node, self._item(node) if node.target is operator.getitem else self._called(node))
+                self._put(node, self._called(node))
         self._sent()
         return self.trace
-
-    def _item(self, node: fx.Node) -> Any:
-        source: Any = node.args
-        return self.held[source[0]][source[1]]
 
     def _put(self, node: fx.Node, value: Any) -> None:
         self.held[node] = value
