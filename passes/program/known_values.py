@@ -84,17 +84,15 @@ def _known(tensor: Tensor, tracer: Any) -> Tensor | None:
 # ---- ops with a number, or a shape, that depends on values
 
 
-def known_results(selects: Callable[[Tensor, Any], None]) -> tuple[Any, str, Any]:
+def known_results(prepared: Callable[[Any, Any, Any], Any]) -> tuple[Any, str, Any]:
     """(owner, name, replacement) with which export records known shapes in place of those that depend on data.
 
-    ``selects``: called with a mask of bools that selects rows, and the tracer.
+    ``prepared``: the arguments of a call, given the tracing mode, the op, and the arguments before.
     """
     before: Any = proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = [i for i in args[1] if isinstance(i, Tensor)] if func is aten.index.Tensor else ()
-        if len(masks) == 1 and masks[0].dtype == torch.bool:
-            selects(masks[0], mode.tracer)
+        args = prepared(mode, func, args)
         found = known_result(mode, func, args, kwargs or {})
         return before(mode, func, types, args, kwargs) if found is None else found
 

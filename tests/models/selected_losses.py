@@ -53,6 +53,11 @@ def _of_both(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return F.cross_entropy(z[mask], y[mask]) + z[~mask].logsumexp(-1).square().mean() / 100
 
 
+def _picked(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    log_p = z[mask].log_softmax(-1)
+    return -log_p[torch.arange(log_p.shape[0]), y[mask]].mean()
+
+
 def _computed(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     sure = z.detach().softmax(-1).amax(-1) < 0.1
     return F.cross_entropy(z[sure], y[sure] % CLASSES)
@@ -84,6 +89,11 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "probabilities": lambda m, z, y, mask: F.cross_entropy(z[mask], F.one_hot(y[mask], VOCABULARY) * 0.9 + 0.1 / 24),
     "gathered": lambda m, z, y, mask: -z[mask].log_softmax(-1).gather(-1, y[mask][:, None]).squeeze(-1).mean(),
     "scattered": lambda m, z, y, mask: F.mse_loss(z[mask], torch.zeros_like(z[mask]).scatter(1, y[mask][:, None], 1.0)),
+    "picked": _picked,
+    "taken along a dim": lambda m, z, y, mask: (
+        -torch.take_along_dim(z[mask].log_softmax(-1), y[mask][:, None], 1).mean()
+    ),
+    "a mask twice": lambda m, z, y, mask: (z[mask] - F.one_hot(y[y < CLASSES], VOCABULARY)).square().mean(),
     "classes weighted": lambda m, z, y, mask: (z[mask].logsumexp(-1) * m.balance[y[mask]]).mean(),
     "embedded": lambda m, z, y, mask: F.mse_loss(z[mask][:, :WIDTH], m.tokens(y[mask])),
     "margins": lambda m, z, y, mask: F.multi_margin_loss(z[mask], y[mask]),
@@ -107,6 +117,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Tensor], str]] 
     "variance": (lambda m, z, y, mask: z[mask].var(), "aten.var"),
     "product": (lambda m, z, y, mask: z[mask].softmax(-1).prod(0).sum(), "aten.prod"),
     "sorted": (lambda m, z, y, mask: z[mask].sort(0)[0][:4].mean(), "aten.sort"),
+    "numbered": (lambda m, z, y, mask: (z[mask] * torch.arange(z[mask].shape[0])[:, None]).mean(), "may mix rows"),
+    "picked of others": (
+        lambda m, z, y, mask: z[~mask][torch.arange(z[mask].shape[0]), y[mask]].mean(),
+        "depends on data",
+    ),
+    "of two masks": (lambda m, z, y, mask: (z[mask] - z[y < 3]).mean(), "depends on data"),
     "one more": (lambda m, z, y, mask: z[mask].sum() / (y[mask].numel() + 1), "depends on data"),
     "a number of Python": (lambda m, z, y, mask: z[mask].sum() / len(y[mask]), "data-dependent"),
     "another if it is empty": (

@@ -178,6 +178,12 @@ def _shifted(x: Tensor, labels: Tensor, m: Model, by: int = 1) -> Tensor:
     return F.cross_entropy(m.head(x)[:, :-by].flatten(0, 1), labels[:, by:].flatten())
 
 
+def _of_next_too(x: Tensor, ids: Tensor, labels: Tensor, m: Model) -> Tensor:
+    """Multi-token prediction: a block of its own reads each token beside the next one."""
+    joined = m.norm(m.blocks[0](m.norm(x[:, :-1]) + m.norm(m.tokens(ids[:, 1:]))))
+    return _plain(x, ids, labels, m) + _plain(joined, ids, labels[:, 1:], m) / 2
+
+
 def _by_place(x: Tensor, ids: Tensor, labels: Tensor, m: Model) -> Tensor:
     losses = _of_tokens(x, labels, m)
     weight = torch.arange(1, LENGTH + 1).to(losses.dtype)
@@ -201,6 +207,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Model], Tensor]] = {
     "last token": lambda x, ids, labels, m: F.cross_entropy(m.head(x[:, -1]), labels[:, 0]),
     "shifted": lambda x, ids, labels, m: _shifted(x, labels, m),
     "shifted by two": lambda x, ids, labels, m: _shifted(x, labels, m, 2),
+    "of next tokens too": _of_next_too,
     "ignored": lambda x, ids, labels, m: _plain(x, ids, labels.masked_fill(ids < 8, -100), m),
     "computed": lambda x, ids, labels, m: _plain(x, ids, torch.where(x.detach()[..., 0] > 0, labels, -100), m),
     "z": lambda x, ids, labels, m: _plain(x, ids, labels, m) + m.head(x).logsumexp(-1).square().mean() / 100,

@@ -17,9 +17,11 @@ A loss over all but the first or last tokens becomes one over all tokens, in whi
 
     x[:, :-1] ... cross_entropy(x, labels[:, 1:])   →   x ... cross_entropy(x, [labels[:, 1:], ignored])
     x[:, :-1] ... sum(x · mask[:, 1:])              →   x ... sum(where(kept, x · [mask[:, 1:], 0], 0))
+    cat([x[:, :-1], embed(ids[:, 1:])], -1) ...     →   cat([x, embed([ids[:, 1:], 0])], -1) ...
 
 So a sharded sequence keeps its length: rows of tokens that are left out are computed like the others, and end in the
-reduction. The ops from the slice to there must work row by row; otherwise the slice stays, and is refused later.
+reduction. The ops from the slice to there must work row by row, or attend causally where the last tokens are left out;
+otherwise the slice stays, and is refused later.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,6 +35,7 @@ from passes.errors import Where
 from passes.moe.layers import Experts
 from passes.partition.loss.counts import rows_that_count
 from passes.partition.loss.kinds import MEAN, SUM
+from passes.partition.loss.scored import is_integer
 from passes.partition.sequence.facts import Context, Types, op
 from passes.partition.sequence.partition import partition
 from passes.partition.sequence.rules import options_over_cp
@@ -179,12 +182,13 @@ def _drops_few(node: fx.Node, cp: int) -> bool:
 def _steps(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, Option] | None:
     """The ops after ``start``, each with its typing if rows were sharded; None if one does not work row by row."""
     dim: Any = start.args[1]
-    cuts = {start: V(dim, shape_of(start)[dim])}
+    cuts, are_last = {start: V(dim, shape_of(start)[dim])}, start.args[2] == 0
     steps: dict[fx.Node, Option] = {}
     for node in graph.nodes:
         if not any(n in cuts for n in node.all_input_nodes):
             continue
-        option = _row_by_row(node, cuts) if node.op == "call_function" else None
+        draws = "draw" in node.meta  # a number of its own for each element of fewer rows
+        option = None if draws or node.op != "call_function" else _row_by_row(node, cuts, are_last=bool(are_last))
         if option is None or not set(option.out.sizes) <= {shape_of(start)[dim]}:
             return None
         steps[node] = option
@@ -193,7 +197,12 @@ def _steps(graph: fx.Graph, start: fx.Node) -> dict[fx.Node, Option] | None:
     return steps
 
 
-def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement]) -> Option | None:
+def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement], *, are_last: bool) -> Option | None:
+    """``are_last``: whether no row comes after those that are left out: then no other attends to them causally."""
+    if are_last and node.target is aten.scaled_dot_product_attention.default and named(node)["is_causal"]:
+        rows = [cuts.get(n) for n in node.all_input_nodes]
+        at = V(len(shape_of(node)) - 2, shape_of(node)[-2])
+        return Option((at,) * len(rows), at, Form.PARTS) if {*rows} == {at} else None
     site = Site(node, 1, {n.name: {cuts[n]} for n in node.all_input_nodes if n in cuts})
     for option in options_over_cp(site):
         fits = all(t == cuts[n] for n, t in zip(site.inputs, option.args, strict=True) if n in cuts)
@@ -208,6 +217,19 @@ def _reduces(node: fx.Node) -> bool:
     if node.target in CROSS_ENTROPIES:
         return not named(node)["target"].meta["val"].is_floating_point()
     return packet_of(node.target) in (aten.sum, aten.mean)
+
+
+def _of_ids(value: fx.Node, cut: Placement) -> Option | None:
+    """How a value is made row by row of integers alone, beside weights: for any integers it is regular."""
+    if not value.meta.get("grad") or "draw" in value.meta:
+        return None
+    site = Site(value, 1, {value.name: {cut}} | {n.name: {V(cut.dim, *cut.sizes)} for n in value.all_input_nodes})
+    for option in options_over_cp(site):
+        if option.out == cut and option.form in ROW_BY_ROW:
+            rows = [(n, t) for n, t in zip(site.inputs, option.args, strict=True) if t.is_sharded]
+            if all(is_integer(n) or _of_ids(n, t) is not None for n, t in rows):
+                return option
+    return None
 
 
 class _Longer:
@@ -240,7 +262,12 @@ class _Longer:
         def longer(n: fx.Node) -> fx.Node:
             if n in self.long:
                 return self.long[n]
-            return self._padded(build, n, given[n], _filling(node, n)) if given[n].is_sharded else n
+            if not given[n].is_sharded:
+                return n
+            option = _of_ids(n, given[n])
+            if option is None:
+                return self._padded(build, n, given[n], _filling(node, n))
+            return self._row_by_row(build, n, option, dict(zip(n.all_input_nodes, option.args, strict=True)))
 
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), longer)
         return list(args), kwargs

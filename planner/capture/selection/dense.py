@@ -31,6 +31,7 @@ from planner.capture.selection.features import Features
 from planner.capture.selection.places import (
     COUNT,
     AllRows,
+    Numbers,
     Positions,
     Rows,
     Slots,
@@ -38,6 +39,7 @@ from planner.capture.selection.places import (
     adds_to,
     column_of,
     columns,
+    picks_of_each,
     row_dim,
     runs_along,
     summed,
@@ -49,7 +51,6 @@ from planner.capture.selection.space import (
     Space,
     acts_on_each_row,
     at_most_one,
-    is_known,
     key_of_mask,
     root_of,
 )
@@ -110,7 +111,8 @@ class _Rewriter:
         if returns_nothing(node.target) and not all(isinstance(v, fx.Node) for v in given):
             return None
         is_number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        if is_number and (symbols := value.node.expr.free_symbols) and symbols <= self.spaces.keys():
+        symbols = value.node.expr.free_symbols if is_number else ()
+        if is_number and set(symbols) <= self.spaces.keys() and (symbols or any(v is COUNT for v in given)):
             return COUNT
         is_static = not symbols_of(value) and all(isinstance(v, fx.Node) for v in given)
         if is_static and (placed := self.features.scattered(node, self.env)) is not None:
@@ -151,7 +153,12 @@ class _Rewriter:
         return Positions(space, dims)
 
     def _note(self, space: Space, value: Any) -> None:
-        self.spaces.update(dict.fromkeys(sorted(symbols_of(value), key=str), space))
+        """The number of rows in ``value`` is that of ``space``; a mask that is written twice has one number."""
+        known = next((symbol for symbol, of in self.spaces.items() if of is space), None)
+        for symbol in sorted(symbols_of(value) - self.spaces.keys(), key=str):
+            self.spaces[symbol] = space
+            if known is not None:
+                tensors_in(value)[0].fake_mode.shape_env._set_replacement(symbol, known, "")  # pyright: ignore
         origin = self.write.origin
         assert origin is not None
         if origin in self.live:
@@ -269,7 +276,7 @@ class _Rewriter:
                     return Positions(made.space, found)
         raise refused(node, f"{name_of(node)} computes with the positions of selected rows")
 
-    def _rows(self, node: fx.Node) -> Rows:
+    def _rows(self, node: fx.Node) -> Rows | Numbers:
         value = node.meta["val"]
         if node.target is getitem:
             made, index = self.env[node.all_input_nodes[0]], node.args[1]
@@ -277,17 +284,19 @@ class _Rewriter:
                 raise refused(node, "a list of selections is unpacked")
             val = made.node.meta["val"][index]
             return Rows(made.space, self.write.emit(getitem, (made.node, index), {}, val))
-        space, env = self._space_of(node, value), self.env
-        tables = self.features.beside(node, env)
-        self.env = {**env, **tables} if tables else env
-        own = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], Rows)}
-        dims = own | dict.fromkeys(tables, 0)
-        inputs = {n: d for n, d in dims.items() if d is not None}
+        space = self._space_of(node, value)
+        if (features := self.features.cut(node, self.env, space)) is not None:
+            return features
+        if packet_of(node.target) is aten.arange and [self.env.get(n) for n in node.args] == [COUNT]:  # pyright: ignore
+            return Numbers(space, self.write.call(aten.arange.default, space.num, **node.kwargs))
+        is_row = (Rows, Numbers) if picks_of_each(node, self.env) else Rows
+        own = {n: row_dim(n.meta["val"]) for n in node.all_input_nodes if isinstance(self.env[n], is_row)}
+        inputs = {n: d for n, d in own.items() if d is not None}
         rests = [n for n in node.all_input_nodes if n not in inputs and not isinstance(self.env[n], fx.Node)]
         counts = size_argument(node.target) is not None and all(self.env[n] is COUNT for n in rests)
         if any(self.env[n] is COUNT for n in rests) and not counts:
             raise refused(node, "the number of selected rows is used in a computation")
-        acts = is_known(node) if tables else acts_on_each_row(node, inputs, row_dim(value))
+        acts = is_row is not Rows or acts_on_each_row(node, inputs, row_dim(value))
         if (rests and not counts) or not acts:
             raise refused(node, f"the input shape of {name_of(node)} depends on data, and it may mix rows")
         guarded = self.write.kept_regular(space, node, {n: (self.env[n].node, d) for n, d in inputs.items()})
@@ -297,8 +306,7 @@ class _Rewriter:
         self._check(node, made, space)
         dim = row_dim(value)
         rows = Rows(space, self.write.kept_small(space, made, dim) if dim is not None else made)
-        rows, self.env = summed(node, rows, self.env), env
-        return rows
+        return summed(node, rows, self.env)
 
     def _space_of(self, node: fx.Node, value: Any) -> Space:
         spaces = {made.space.key: made.space for n in node.all_input_nodes if isinstance(made := self.env[n], Rows)}

@@ -2,7 +2,7 @@
 
     x.masked_scatter(mask, features)        mask [b, s], features [b·n, ..]
     x[mask] = features
-    x[mask] + features                      with all rows of x (planner.capture.selection.dense)
+    x[mask] + features[:n]                  with all rows of x; n, how many the mask selects, is written by capture
     →
     where(mask, features[b, rank], x)       rank [b, s] = cumsum(mask) − 1 of each sequence
 
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, fx
 
 from passes.errors import Where
-from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
+from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import SAME
 from passes.program.program import Assumption
 from passes.program.source_lines import where_of
 from passes.program.walks import in_order
 from planner.capture.data_dependence import refused
 from planner.capture.selection.conditions import that
-from planner.capture.selection.places import Rows, Writer, row_dim
+from planner.capture.selection.places import Rows, Writer
+from planner.capture.selection.space import Space
 
 
 class Features:
@@ -64,23 +65,17 @@ class Features:
             mask = self._write.call(aten.select.int, mask, -1, 0)
         return mask, num
 
-    def beside(self, call: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, Rows]:
-        """The operands of a pointwise ``call`` with a row for each selected one, along dim 0: with all rows."""
-        selected = [n for n in call.all_input_nodes if isinstance(env[n], Rows) and row_dim(n.meta["val"]) is not None]
-        if not selected or not is_pointwise(call.target):
-            return {}
-        space, value = env[selected[0]].space, selected[0].meta["val"]
-        dim: Any = row_dim(value)
-        whole = [n for n in call.all_input_nodes if isinstance(env[n], fx.Node)]
-        tables = [n for n in whole if len(shape_of(n)) == value.dim() - dim and shape_of(n)[0] > 1]
-        found = {n: None if space.gone else self._at(call, space.mask, env[n], shape_of(n)[1:]) for n in tables}
-        if None in found.values():
+    def cut(self, call: fx.Node, env: Mapping[Any, Any], space: Space) -> Rows | None:
+        """Features that are cut to as many rows as the mask of ``space`` selects; None for other calls."""
+        given = named(call)
+        if packet_of(call.target) is not aten.narrow or not isinstance(env[given["self"]], fx.Node) or given["start"]:
+            return None
+        source = env[given["self"]]
+        inner = shape_of(source)[1:]
+        rows = None if space.gone else self._at(call, space.mask, source, inner)
+        if rows is None:
             raise refused(call, "no host can check how many rows of each sequence are selected")
-        return {
-            n: Rows(space, self._write.shaped(x, [space.num, *shape_of(n)[1:]]))
-            for n, x in found.items()
-            if x is not None
-        }
+        return Rows(space, self._write.shaped(rows, [space.num, *inner]))
 
     def _at(self, call: fx.Node, mask: fx.Node, source: fx.Node, inner: Sequence[int]) -> fx.Node | None:
         """[b, s, ..]: the feature of each position; any at one that is not selected. ``inner``: of one feature."""

@@ -57,6 +57,14 @@ class Positions:
     dims: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """0, 1 … of the selected rows in turn; ``node``: of all rows."""
+
+    space: Space
+    node: fx.Node
+
+
 COUNT = object()  # the number of selected rows, or a number computed from it
 
 
@@ -258,6 +266,17 @@ def unspread(call: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, ...] | Non
     """Tensors that are as large as each other before ``broadcast_tensors``: these. ``env``: their new values."""
     read: Any = call.args[0] if packet_of(call.target) is aten.broadcast_tensors else []
     return tuple(env[n] for n in read) if len({str(n.meta["val"].shape) for n in read}) == 1 else None
+
+
+def picks_of_each(node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
+    """x[arange(n), y]: whether a call reads elements of its own of each of n selected rows."""
+    if packet_of(node.target) is not aten.index:
+        return False
+    x, indices = named(node)["self"], named(node)["indices"]
+    rows, first = env[x], env.get(indices[0])
+    if not (isinstance(rows, Rows) and isinstance(first, Numbers) and rows.space is first.space):
+        return False
+    return row_dim(x.meta["val"]) == 0 and all(n is not None and n.meta["val"].dim() == 1 for n in indices)
 
 
 def adds_to(node: fx.Node) -> bool | None:

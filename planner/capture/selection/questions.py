@@ -24,16 +24,19 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils import _pytree as pytree
 
 from passes.errors import Where
 from passes.program.known_values import assume, known_results, node_of, value_of, with_writes
-from passes.program.ops.aten import aten, is_mutable, packet_of
+from passes.program.ops.aten import aten, is_mutable, is_pointwise, packet_of
+from passes.program.ops.groups import JOINS
 from passes.program.program import Condition
 from passes.program.walks import operands, walk
 from planner.capture.graphs_equal import drawn
 from planner.capture.interceptors import installed
 from planner.capture.selection.assumed import Assumptions, ExportAgain, Key, Taken, key_of_stack
 from planner.capture.selection.conditions import condition_of, is_read, reads_of, that
+from planner.capture.selection.places import row_dim
 from planner.capture.selection.space import Keys, is_count, key_of_mask, root_of
 from planner.capture.selection.spelled_out import SpelledOut
 from planner.capture.user_lines import CallSites
@@ -76,13 +79,11 @@ class Questions:
                 return sympy.true if answer else sympy.false
 
         def deferred(env: ShapeEnv, question: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._compares_selected(question):
-                return True
             self._check(question)
             return defer(env, question, *args, **kwargs)
 
         watched = (ShapeEnv, "evaluate_sym_node", evaluate), (ShapeEnv, "guard_or_defer_runtime_assert", deferred)
-        selections = known_results(self._full.selects), (FakeTensor, "tolist", self._full.asked(FakeTensor.tolist))
+        selections = known_results(self._full.prepared), (FakeTensor, "tolist", self._full.asked(FakeTensor.tolist))
         with installed(*watched, *selections), SpelledOut(self._sites.refuse):
             yield
 
@@ -111,15 +112,6 @@ class Questions:
             if again is not None:
                 self._answered[again] = answer
         return answer
-
-    def _compares_selected(self, question: Any) -> bool:
-        """Whether rows that a mask selects are as many as others: PyTorch would replace the symbol by that number, but
-        by it the rows are known (planner.capture.selection.features).
-        """
-        symbols = question.free_symbols if isinstance(question, sympy.Eq) else ()
-        graph = self._full.graph
-        makers = [None if graph is None else self._maker(graph, symbol) for symbol in symbols]
-        return len(makers) == 1 and makers[0] is not None and packet_of(makers[0].target) is aten.index
 
     def _check(self, question: Any) -> None:
         """``torch._check`` of numbers read from the batch, which export leaves to the run."""
@@ -249,19 +241,23 @@ def _truth(node: fx.Node) -> tuple[fx.Node, bool] | None:
 
 
 class FullMasks:
-    """Owns the masks that selected rows in one export, each with the place in the code and the last call before.
-
-    ``graph``: that of the export, once a mask has selected rows.
-    """
+    """Owns the masks that selected rows in one export, each with the place in the code and the last call before."""
 
     def __init__(self, assumed: Assumptions, here: Callable[[], Where]) -> None:
         self._assumed, self._here = assumed, here
         self._seen: dict[fx.Node, tuple[Key, fx.Node]] = {}
-        self.graph: fx.Graph | None = None
 
-    def selects(self, mask: Tensor, tracer: Any) -> None:
+    def prepared(self, mode: Any, func: Any, args: Any) -> Any:
+        """The arguments of a call, in which a table beside selected rows is cut to as many rows."""
+        masks = [i for i in args[1] if isinstance(i, Tensor)] if func is aten.index.Tensor else ()
+        if len(masks) == 1 and masks[0].dtype == torch.bool:
+            self._selects(masks[0], mode.tracer)
+        joins = is_pointwise(func) or func in JOINS
+        return _cut_to_selected(mode, args) if self._seen and joins and not is_mutable(func) else args
+
+    def _selects(self, mask: Tensor, tracer: Any) -> None:
         """Called before a mask of unknown values selects rows."""
-        node, self.graph = node_of(mask, tracer), tracer.graph
+        node = node_of(mask, tracer)
         if node is None or node in self._seen:
             return
         key, last = key_of_stack(), next(reversed(tracer.graph.nodes))
@@ -296,6 +292,22 @@ class FullMasks:
         if all(_is_full_when_drawn(n, self._seen[n][1], tracer) for n in masks):
             self._assumed.full |= keys
             raise ExportAgain("a mask is assumed to select every row", where=self._here(), fix="")
+
+
+def _cut_to_selected(mode: Any, args: Any) -> Any:
+    """features + x[mask]: PyTorch would ask whether both have as many rows, and take the number of the features."""
+    selected = next((x for x in pytree.tree_leaves(args) if row_dim(x) is not None), None)
+    if selected is None:
+        return args
+    dim: Any = row_dim(selected)
+    num, ndim = selected.shape[dim], selected.dim() - dim
+    with mode:
+        return pytree.tree_map(lambda x: x.narrow(0, 0, num) if _is_table(x, ndim) else x, args)
+
+
+def _is_table(x: Any, ndim: int) -> bool:
+    """Whether rows of their own, as many as is known, lie along the first of ``ndim`` dims."""
+    return isinstance(x, Tensor) and x.dim() == ndim and isinstance(x.shape[0], int) and x.shape[0] > 1
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
 masked_select(x, mask)     x[mask], if both have one shape
+take_along_dim(x, i, d)    x.gather(d, i), if all other dims are known to be equal, or depend on data
 bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
 
 ``F.ctc_loss``, which makes a tensor with a data-dependent size, is one loss for each sequence, then its reduction:
@@ -82,10 +83,21 @@ def _is_index(node: fx.Node, size: int) -> bool:
     return dim is not None and shape_of(source)[int(dim)] <= size
 
 
+def _taken(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor | None:
+    """None where one may be spread along a dim of the other."""
+    if dim is None or x.dim() != indices.dim():
+        return None
+    pairs = zip(x.shape, indices.shape, strict=True)
+    alike = (type(a) is type(b) and (isinstance(a, torch.SymInt) or a == b) for a, b in pairs)
+    is_alike = all(same or d == dim % x.dim() for d, same in enumerate(alike))
+    return x.gather(dim, indices) if is_alike else None
+
+
 _SPELLED: dict[str, Callable[..., Any]] = {
     "equal": lambda a, b: a.shape == b.shape and bool((a == b).all()),
     "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),
     "bincount": _bincount,
+    "take_along_dim": _taken,
     "masked_select": lambda x, mask: x[mask] if mask.shape == x.shape and mask.dtype == torch.bool else None,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }

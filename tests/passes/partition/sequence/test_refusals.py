@@ -43,6 +43,23 @@ def test_a_sequence_that_does_not_divide_names_the_nearest(length: int, cp: int,
     assert "tokens" in str(error.where)
 
 
+class Shortened(torch.nn.Module):
+    """Dropout of all but the last token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.head = torch.nn.Embedding(50, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 50)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.dropout(self.norm(self.tokens(input_ids))[:, :-1])
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_numbers_for_each_element_of_fewer_tokens_are_refused_where_they_are_to_be_those_of_one_process() -> None:
+    assert "a sequence of 15 tokens" in error_of(Shortened(), dropout="layout_invariant").what
+    plan(Shortened(), {"mesh": {"cp": 2}, "batch": {"global": 4, "micro": 2}, "inputs": INPUTS, "dropout": "fast"})
+
+
 class OfFeatures(torch.nn.Sequential):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # pyright: ignore
         return torch.nn.functional.cross_entropy(super().forward(x), labels)

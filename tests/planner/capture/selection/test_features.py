@@ -48,6 +48,24 @@ def multiplied(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
     return x
 
 
+def added_to_features(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] = (m.encode(images).flatten(0, 1) - x[mask]).sin()
+    return x
+
+
+def chosen(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
+    x, features = x.clone(), m.encode(images).flatten(0, 1)
+    x[mask] = torch.where(features > 0, features, x[mask])
+    return x
+
+
+def side_by_side(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] = torch.cat([m.encode(images).flatten(0, 1), x[mask]], -1)[:, 4 : 4 + WIDTH]
+    return x
+
+
 def without_padding(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
     flat = images.flatten(0, 1)
     real = (flat == 0).sum(-1) != PIXELS
@@ -70,6 +88,7 @@ def written_to_rows(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
 
 
 PLACED = [in_rows, written_to_rows, in_rows_of_an_expanded_mask, element_by_element, added_to_rows, multiplied]
+PLACED += [added_to_features, chosen, side_by_side]
 REAL = [without_padding, without_padding_but_one]
 
 
@@ -101,7 +120,7 @@ def test_loss_and_gradients_are_those_of_the_model(way: Callable[..., Tensor]) -
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", [written_to_rows, added_to_rows, multiplied])
+@pytest.mark.parametrize("way", [written_to_rows, added_to_rows, multiplied, added_to_features, side_by_side])
 def test_as_many_rows_as_features_is_a_check_of_each_batch(way: Callable[..., Tensor]) -> None:
     _, program, batch = made(way)
     checks = [a.condition for a in program.assumptions if a.condition is not None]
