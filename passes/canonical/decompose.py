@@ -8,8 +8,12 @@ Layers are written out in ops that have a rule, so that tp shards the features o
 layer, and bags of embeddings of one length (others, which data may give, stay one op):
 
     embedding_bag(W, ids [b·l], arange(0, b·l, l))                the sum, mean or maximum over l of W[ids [b, l]]
+
+So are variances and deviations over the batch, of values without a gradient (advantages that are whitened): their sums
+add up over microbatches.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +25,7 @@ from torch.nn import functional
 
 from passes.canonical.emit import Emit, Rewrite, applied, table, viewed, viewed_back
 from passes.errors import PlanError
-from passes.program.ops.aten import aten, named, nodes_in, shape_of
+from passes.program.ops.aten import aten, named, nodes_in, packet_of, shape_of
 from passes.program.source_lines import where_of
 
 HasRule = Callable[[Any], bool]
@@ -238,8 +242,32 @@ def _of_bag(emit: Emit, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.No
     return applied(emit, aten.div.Tensor, total, applied(emit, aten.clamp.default, count, 1))
 
 
+def _variance(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Σ (x − mean)² / (n − correction) along the dims, of half precision in float32."""
+    given = named(node, args, kwargs)
+    x, value = given["self"], given["self"].meta["val"]
+    dims = sorted({d % max(1, value.dim()) for d in given.get("dim") or range(value.dim())})
+    if x.meta["grad"] or 0 not in dims or not value.dim() or value.is_complex():
+        return emit(node.target, args, kwargs, node.meta["val"])
+    correction = given.get("correction", given.get("unbiased"))
+    size = math.prod(value.shape[d] for d in dims) - (1 if correction is None else correction)
+    x = applied(emit, aten.to.dtype, x, torch.promote_types(value.dtype, torch.float32))
+    mean = applied(emit, aten.mean.dim, x, dims, True)
+    apart = applied(emit, aten.sub.Tensor, x, mean)
+    total = applied(emit, aten.sum.dim_IntList, applied(emit, aten.mul.Tensor, apart, apart), dims, True)
+    spread = applied(emit, aten.div.Tensor, total, size)
+    name = packet_of(node.target).__name__
+    spread = applied(emit, aten.sqrt.default, spread) if "std" in name else spread
+    kept = [n for d, n in enumerate(value.shape) if d not in dims]
+    found = [spread, mean] if given.get("keepdim") else [viewed(emit, n, kept) for n in (spread, mean)]
+    found = [applied(emit, aten.to.dtype, n, value.dtype) for n in found]
+    return tuple(found) if name.endswith("mean") else found[0]
+
+
 LAYERS: dict[Any, Rewrite] = table(
     {
+        _variance: "std.default std.dim std.correction var.default var.dim var.correction "
+        "std_mean.default std_mean.dim std_mean.correction var_mean.default var_mean.dim var_mean.correction",
         _embedding_bag: "embedding_bag.padding_idx embedding_bag",
     }
 )

@@ -130,6 +130,19 @@ def whitened_sequences(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     return (rows(logits, labels).sum(1) * rewards).sum() / rewards.abs().sum()
 
 
+def rewards_by_their_deviation(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    rewards = (labels % 5).to(logits.dtype)
+    return (rows(logits, labels) * (rewards - rewards.mean()) / (rewards.std() + 1e-8)).mean()
+
+
+def returns_by_position(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Without Bessel's correction, of each position over the batch, and of a whole sequence's return."""
+    rewards = (labels % 5).to(logits.dtype)
+    variance, mean = torch.var_mean(rewards, 0, unbiased=False, keepdim=True)
+    advantages = (rewards - mean) / (variance + 0.1) + rewards.sum(1).var().sqrt()
+    return (rows(logits, labels) * advantages).mean()
+
+
 def class_weights_of_counts(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     """Rare classes of the batch weigh more, and the mean is over these weights."""
     often = F.one_hot(labels.clamp(min=0), logits.shape[-1]).to(logits.dtype).sum((0, 1))
@@ -291,7 +304,7 @@ SHAPES: dict[str, Loss] = {f.__name__: f for f in (
     ones_product, weights_product, einsum_of_mask, normalised_weights, position_weights, weighted_by_size,
     penalty_each, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio, cosine_embedding,
     margin_ranking, ranges_of_rows, margins, own_targets, weights_normed_then_masked, mean_that_nothing_else_reads,
-    whitened_sequences, class_weights_of_counts,
+    whitened_sequences, rewards_by_their_deviation, returns_by_position, class_weights_of_counts,
 )}  # fmt: skip
 SHAPES |= {
     "ones_like_labels": lambda logits, labels, _: rows(logits, labels).sum() / torch.ones_like(labels).sum(),
