@@ -179,7 +179,7 @@ def _as_matrix(x: Any) -> Any:
 
 def places_of(handle: WeightGradients | None, held: Sequence[Any]) -> tuple[SumPlace | None, ...] | None:
     """For each weight and bias the place of its gradient, None for one without; None if one is autograd's."""
-    if handle is None or not handle.is_bound:
+    if handle is None or handle.places is None:
         return None
     found = tuple(handle.place_of(t) if t is not None and t.requires_grad else None for t in held)
     for tensor, place in zip(held, found, strict=True):

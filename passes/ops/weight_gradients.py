@@ -72,11 +72,6 @@ class WeightGradients:
         """None while autograd alone takes gradients of weights."""
         return self._places
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether anything but autograd takes gradients of weights now."""
-        return self.places is not None
-
     def place_of(self, parameter: Tensor) -> SumPlace | None:
         """The place of the gradient of ``parameter``; None: it goes to autograd."""
         return None if self.places is None else self.places.place_of(parameter)

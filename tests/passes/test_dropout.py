@@ -82,7 +82,7 @@ def test_attention_of_our_own_draws_from_a_stream_and_not_in_an_evaluation(atten
     graph, root, context = fx.Graph(), nn.Module(), bare_context(seed=7)
     q, k = graph.placeholder("q"), graph.placeholder("k")
     root.axis = AxisHandle("of one rank", 1, 0)  # pyright: ignore[reportArgumentType]
-    num_axes = [p.annotation for p in signature(attention).parameters.values()].count("AxisHandle")
+    num_axes = [p.annotation for p in signature(attention).parameters.values()].count(AxisHandle)
     axes = [graph.create_node("get_attr", "axis") for _ in range(num_axes)]
     node = graph.call_function(attention, (q, k, k, *axes), {"dropout_p": 0.5})
     node.meta = {"origin": "draw", "placement": I}

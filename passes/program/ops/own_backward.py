@@ -90,7 +90,7 @@ class Autocast:
         return torch.autocast(self.device, dtype=self.dtype)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class OwnBackward:
     """Equal if Function and arguments are; ``label`` identifies them, and is the same in every process.
 
@@ -98,13 +98,13 @@ class OwnBackward:
     """
 
     function: type[Function]
-    args: tuple[Any, ...]
-    outputs: Any
-    facts: Facts
+    args: tuple[Any, ...] = field(compare=False)
+    outputs: Any = field(compare=False)
+    facts: Facts = field(compare=False)
     label: str
-    autocast: Autocast | None = None
-    key: str = ""  # while a model is captured (passes.program.ops.own_backward)
-    __name__: str = field(default="", init=False)
+    autocast: Autocast | None = field(default=None, compare=False)
+    key: str = field(default="", compare=False)  # while a model is captured (passes.program.ops.own_backward)
+    __name__: str = field(default="", init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__name__", self.function.__name__)  # in the code of a graph, and in messages
@@ -134,12 +134,6 @@ class OwnBackward:
         return self.label
 
     __repr__ = __str__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnBackward) and (self.function, self.label) == (other.function, other.label)
-
-    def __hash__(self) -> int:
-        return hash((self.function, self.label))
 
 
 def adds_up(node: fx.Node) -> bool:

@@ -129,9 +129,12 @@ def _row(log: Path, number: int, values: Any) -> StepRow:
     try:
         return _adapter(StepRow).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise _damaged(log, number, words) from None
+        raise _damaged(log, number, _first_of(error)) from None
+
+
+def _first_of(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _told(verb: str, names: Iterable[str]) -> list[str]:
@@ -244,9 +247,7 @@ def memory_beside(log: Path) -> MemoryReport | None:
         try:
             return TypeAdapter(MemoryReport).validate_python(values)
         except ValidationError as error:
-            first = error.errors()[0]
-            told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            words = f"this is not a memory report of this version: {shorten(told, 200)}"
+            words = f"this is not a memory report of this version: {shorten(_first_of(error), 200)}"
             fix = f"{_MOVE}: meshwright memory MODEL SPEC --format json > {shorten(path.name)}"
             raise PlanError(words, where=shorten(path), fix=fix) from None
     return None
