@@ -1,7 +1,8 @@
 """MoE layers behind a router, found by the meaning of their ops: nothing here reads a name.
 
-Begin at ``find`` and ``open``: the first lists the layers of a program as ``layers.ExpertLayer``, the second puts the
-exchange into its graph (``exchange`` lists its calls, ``domain`` marks the values among them).
+Begin at ``find`` and ``open``: the first lists the layers of a program as ``layers.ExpertLayer``; ``open.to_rows``
+computes one of them on rows grouped by expert (``exchange`` lists the calls around these, ``domain`` marks the values
+among them). In one process these calls move nothing: tests hold the rows against the program in this form.
 
 Found in ``find``: ``expert_dims`` (which integers are numbers of experts, which dims count them), then ``paths``
 (stacks, from the tokens to the sum), or a loop's branches.

@@ -8,6 +8,7 @@ Each way to combine tokens and experts has its opening, which puts the exchange 
 calls that depend on the expert. Run in one process, an opened graph computes what the captured one does.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import fx
@@ -55,14 +56,24 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
         _check_sizes(program, layer, mesh)
     layers = list(experts.layers)
     for place, layer in enumerate(layers):
-        own = take_own_slices(program, layer) if layer.beside else layer
-        layers[place] = _opening_of(own)(program, own, layers, mesh).run()
+        layers[place] = to_rows(program, layer, layers, mesh.ep)
     opened = tuple(
         send_tokens_once(program, layer, nodes) if layer.num_experts > mesh.ep > 1 or nodes > 1 else layer
         for layer in layers
     )
     program.graph_changed()
     return Experts(opened)
+
+
+def to_rows(program: Program, layer: ExpertLayer, layers: Iterable[ExpertLayer] = (), ep: int = 0) -> ExpertLayer:
+    """Rewrite ``program`` so that the experts of ``layer``, one of its ``layers``, compute rows grouped by expert, or
+    their slots; returns the layer with its calls of now. Raises PlanError, with the program in part rewritten, if it is
+    not understood. In one process nothing is exchanged, and the values are those of before.
+
+    ``ep``: each of so many ranks has the branches of its own experts alone; 0: rows stay on their rank.
+    """
+    own = take_own_slices(program, layer) if layer.beside else layer
+    return _opening_of(own)(program, own, layers, ep).run()
 
 
 def _chosen_rows_alone(program: Program, experts: Experts, dense: str) -> Experts:
@@ -82,7 +93,7 @@ def _opened_here(program: Program, layer: ExpertLayer, layers: list[ExpertLayer]
     nodes = program.graph.graph.nodes
     before = set(nodes)
     try:
-        opened = BranchOpening(program, layer, layers).run()
+        opened = to_rows(program, layer, layers)
     except PlanError as error:
         erase_unread(program.graph.graph, [node for node in nodes if node not in before])
         return replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))

@@ -35,7 +35,6 @@ from passes.program.source_lines import where_of
 from passes.program.walks import between, operands, readers, walk
 from passes.program.weights import is_weight
 from passes.rules.follow import follow
-from passes.types.types import Sizes
 
 Layers = Iterable[ExpertLayer]
 OF_STACKS = "the stack of experts changes its layout"
@@ -46,13 +45,13 @@ class Opening:
     calls of now; it raises PlanError if the layer is not understood.
 
     ``apart``: calls of other ``layers`` with the same weights. ``num_here``: experts on each rank of ep. ``alone``:
-    every rank has all experts (without ``mesh``), so no other draws for its rows.
+    rows stay on their rank (``ep`` is 0), so no other draws for them.
     """
 
     FIX = ""  # what to write instead
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers = (), mesh: Sizes | None = None) -> None:
-        self.num_here, self.alone = layer.num_experts // (1 if mesh is None else mesh.ep), mesh is None
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers = (), ep: int = 0) -> None:
+        self.num_here, self.alone = layer.num_experts // max(ep, 1), not ep
         self.program, self.graph, self.layer = program, program.graph.graph, layer
         self.apart = _apart_from(program, layer, layers)
         self.routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen], layer.top_k)
@@ -85,8 +84,8 @@ class Opening:
 class StackOpening(Opening):
     """Owns ``stacks``, each with its dim of experts, and ``of_stacks``: these and values made of them alone."""
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
-        super().__init__(program, layer, layers, mesh)
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, ep: int) -> None:
+        super().__init__(program, layer, layers, ep)
         self.stacks = _stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
 
@@ -101,8 +100,8 @@ class RunsOpening(StackOpening):
 
     HELD = ""
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
-        super().__init__(program, layer, layers, mesh)
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, ep: int) -> None:
+        super().__init__(program, layer, layers, ep)
         self.inside = self._inside()
         known = self.inside | self.of_stacks
         self.check_read(self.stacks, known | self.apart)

@@ -33,7 +33,6 @@ from passes.program.program import Program
 from passes.program.walks import between
 from passes.program.weights import is_weight
 from passes.rules.follow import stays_zero
-from passes.types.types import Sizes
 
 STOPPING = FILLED | Ops("detach")  # no gradient goes through them
 
@@ -42,8 +41,8 @@ class LoopOpening(Opening):
     """Owns the branches: for each expert the ``tips`` that it ends in, its ``weights`` with values made of them alone,
     and its ``bodies``: calls that read these, in the graph's order."""
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes | None = None) -> None:
-        super().__init__(program, layer, layers, mesh)
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, ep: int) -> None:
+        super().__init__(program, layer, layers, ep)
         self.every = [program.node(name) for name in layer.tips]
         each = len(self.every) // layer.num_experts
         self.tips = [self.every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
@@ -118,8 +117,8 @@ class BranchOpening(LoopOpening):
 
     FIX = "weight each expert's output with the router weights of its tokens, and add the results"
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes | None = None) -> None:
-        super().__init__(program, layer, layers, mesh)
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, ep: int) -> None:
+        super().__init__(program, layer, layers, ep)
         self.end = end_of(self.every, self.routing, self.refusal)
         self.top_k, self.tokens = self._tokens()
         self.hold_weights()

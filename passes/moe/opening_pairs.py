@@ -30,7 +30,6 @@ from passes.rules.follow import stays_zero
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
 from passes.rules.views import reshape
-from passes.types.types import Sizes
 
 MOST = 400  # calls of one layer
 
@@ -40,8 +39,8 @@ class PairOpening(StackOpening):
 
     FIX = "compute each token with only its experts, weighted by its router weights"
 
-    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, mesh: Sizes) -> None:
-        super().__init__(program, layer, layers, mesh)
+    def __init__(self, program: Program, layer: ExpertLayer, layers: Layers, ep: int) -> None:
+        super().__init__(program, layer, layers, ep)
         self.combined, self.logits = program.node(layer.combined), program.node(layer.logits)
         calls = {u for n in self.of_stacks for u in n.users}
         self.looked_up = {u: found for u in calls if (found := lookup(u)) and self.routing.are_choices(found[2])}
