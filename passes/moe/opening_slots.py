@@ -10,7 +10,7 @@ treat experts and slots as batch dims.
     limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -22,14 +22,11 @@ from passes.moe.domain import Domain
 from passes.moe.layers import Dispatch, ExpertLayer, check_draws
 from passes.moe.opening import Opening, RunsOpening
 from passes.moe.opening_branches import LoopOpening
-from passes.moe.ties import Pick, is_product, pick_of
+from passes.moe.ties import Pick, pick_of
 from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, dim_of_cat, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
-from passes.rules.call import operands_of
 from passes.rules.follow import follow
-from passes.rules.rule import RESULT
-from passes.rules.table import rule_of
 
 MIXED = "the result of one slot of one expert depends on others"
 
@@ -60,22 +57,22 @@ class SlotExchange:
 
     def dims(
         self,
-        first: Collection[fx.Node],
-        dims: Iterable[int],
+        first: Sequence[fx.Node],
+        experts: int,
         calls: Collection[fx.Node],
         check: Callable[[dict[fx.Node, int]], None],
     ) -> dict[fx.Node, int]:
-        """The dim of slots of every value, found from one of ``dims`` of the ``first``. If all calls keep several, the
-        last."""
-        refused: PlanError | None = None
-        for dim in reversed([*dims]):
+        """The dim of slots of every value, found from one of the dims of the ``first`` beside that of ``experts``. If
+        all calls keep several, the last."""
+        refused = self.opening.refusal(first[0], "its experts have no slots")
+        for dim in reversed([d for d in range(len(shape_of(first[0]))) if d != experts]):
             try:
                 found = follow(dict.fromkeys(first, dim), calls, self.opening.refusal, MIXED)
                 check(found)
                 return found
             except PlanError as error:
-                refused = refused or error
-        raise refused or self.opening.refusal(next(iter(first)), "its experts have no slots")
+                refused = error
+        raise refused
 
     def _counts(self, build: Builder, groups: int) -> fx.Node:
         size, chosen = self.layer.num_experts, self.routing.chosen
@@ -107,24 +104,12 @@ class SlotOpening(RunsOpening):
         exchanged = SlotExchange(self)
         experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, MIXED)
         self._check_known(experts, "has no dim of experts")
-        first, kept = next(self._products())
-        no_slots = "has no slots, or only some of them"
-        slots = exchanged.dims([first], kept, self.inside, lambda found: self._check_known(found, no_slots))
+        first, no_slots = next(iter(self.entries)), "has no slots, or only some of them"
+        slots = exchanged.dims([first], experts[first], self.inside, lambda found: self._check_known(found, no_slots))
         self.enter(lambda value, build: exchanged.send(build, value, experts[value], slots[value]))
         self.leave(lambda node, build: build.call(exchange.return_slots, node, experts[node], slots[node]))
         self.mark(experts, lambda node: Domain(experts=experts[node], slots=slots[node]))
         return exchanged.of_layer()
-
-    def _products(self) -> Iterator[tuple[fx.Node, list[int]]]:
-        """(operand, dims that are kept and the stack has not) of products with stacks."""
-        for node in sorted(self.inside):
-            rule, read = rule_of(node) if is_product(node) else None, operands_of(node)
-            stacks = [i for i, n in enumerate(read) if n in self.of_stacks]
-            for i, x in enumerate(read):
-                if rule is not None and stacks and i not in stacks:
-                    along = [rule.sole(i, d) for d in range(len(shape_of(x)))]
-                    kept = [f is not None and f.at(RESULT) is not None and not any(map(f.at, stacks)) for f in along]
-                    yield x, [d for d, is_kept in enumerate(kept) if is_kept]
 
     def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
         for value in (*sorted(self.inside), *self.entries):
@@ -151,8 +136,8 @@ class SlotBranchOpening(LoopOpening):
         readers = {user for p in self.parts for user in p.node.users}
         if len({(p.whole, p.dim) for p in self.parts}) > 1 or not readers <= self.inside:
             raise self.refusal(self.join, "their branches read slices of several values")
-        exchanged, kept = SlotExchange(self), [d for d in range(len(shape_of(first.node)) - 1) if d != first.dim]
-        slots = exchanged.dims([p.node for p in self.parts], kept, self.inside, self._check_known)
+        exchanged = SlotExchange(self)
+        slots = exchanged.dims([p.node for p in self.parts], first.dim, self.inside, self._check_known)
         build = Builder(self.graph, min(p.node for p in self.parts), first.whole)
         sent = exchanged.send(build, first.whole, first.dim, slots[first.node])
         for number in range(self.num_here):
