@@ -15,7 +15,7 @@ from passes.moe.expert_dims import Space
 from passes.moe.layers import Dispatch, ExpertWeight
 from passes.moe.ties import base, is_float, is_grouped, is_product, is_view, lookup, origin_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
-from passes.program.ops.groups import ADDING, BINS, FILLED, JOINS, LAID_OUT, PLACING, SORTS, Ops
+from passes.program.ops.groups import ADDING, BINS, CUTS, FILLED, JOINS, LAID_OUT, PLACING, SORTS, Ops
 from passes.program.walks import ancestors, between, meetings, operands, readers, walk
 from passes.program.weights import is_computed_weight, is_parameter, is_weight
 from passes.rules.call import operands_of
@@ -255,11 +255,19 @@ def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
 
 def _first_ids(space: Space, node: fx.Node) -> fx.Node:
     """The call that chose or combined ids, before they were rearranged, copied or sorted."""
-    while node.target not in JOINS:
-        above = [n for n in node.all_input_nodes if n in space.ids or packet_of(n.target) is aten.sort]
+    while node.target not in JOINS and not _is_part_of_ranking(node):
+        sources = [n.all_input_nodes[0] if packet_of(n.target) is aten.sort else n for n in node.all_input_nodes]
+        above = [n for n in sources if n in space.ids]
         if not above:
             break
-        node = above[0] if above[0] in space.ids else above[0].all_input_nodes[0]
-        if node not in space.ids:
-            break
+        node = above[0]
     return node
+
+
+def _is_part_of_ranking(node: fx.Node) -> bool:
+    """Whether it takes some places of a ranking [.., k], of which nothing reads others."""
+    if node.target not in CUTS:
+        return False
+    (ranking,), whole = node.all_input_nodes, shape_of(node.all_input_nodes[0])
+    is_less = shape_of(node)[:-1] == whole[:-1] and len(shape_of(node)) == len(whole) and shape_of(node) != whole
+    return is_less and list(ranking.users) == [node]

@@ -15,11 +15,12 @@ from torch import Tensor, fx
 from passes.moe import exchange
 from passes.moe.ties import is_float
 from passes.program.known_values import is_made_of
-from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
-from passes.program.ops.groups import BEST, FILLED, RESHAPES
+from passes.program.ops.aten import named, shape_of, tensors_of
+from passes.program.ops.groups import BEST, CUTS, FILLED, RESHAPES, SORTS, Ops
 from passes.program.walks import in_order, operands, walk
 from passes.rules.flops import node_flops
 
+RANKINGS = SORTS | Ops("topk")
 TRIALS = 3
 MOST = 1 << 26  # elements of a value that is worth a trial
 FLOPS = 1 << 34  # of a trial for figures only
@@ -81,7 +82,8 @@ class Routing:
 
         def only(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
             chosen = ids[0].reshape(-1, 1)
-            return bool((found[0].reshape(len(chosen), -1) == chosen).all())
+            is_whole = found[0].numel() % len(chosen) == 0
+            return is_whole and bool((found[0].reshape(len(chosen), -1) == chosen).all())
 
         return len(self.chosen) == 1 and self.holds([node], only)
 
@@ -97,16 +99,18 @@ class Routing:
 
     @property
     def choice(self) -> fx.Node:
-        """The call that chooses."""
+        """The call that chooses, or ranks experts of which the first are chosen."""
         node = self.chosen[0]
-        return node.all_input_nodes[0] if node.target is getitem else node
+        while node.target is getitem or node.target in CUTS:
+            node = node.all_input_nodes[0]
+        return node
 
     @cached_property
     def is_of_many(self) -> bool:
         """Whether the last dim of the choices counts them; max and argmax make one a token, with no dim for it."""
         if not self.are_scored:
             return self.per_token > 1
-        return packet_of(self.choice.target) is aten.topk or bool(named(self.choice).get("keepdim"))
+        return self.choice.target in RANKINGS or bool(named(self.choice).get("keepdim"))
 
     @cached_property
     def are_scored(self) -> bool:
@@ -116,7 +120,7 @@ class Routing:
     @cached_property
     def are_distinct(self) -> bool:
         """Whether no token can have an expert twice: one call chooses, along the last dim."""
-        if len(self.chosen) != 1 or self.choice.target not in BEST:
+        if len(self.chosen) != 1 or self.choice.target not in BEST | SORTS:
             return False
         shape = shape_of(self.choice.all_input_nodes[0])
         return shape[-1] == self.size and int(named(self.choice).get("dim", -1)) % len(shape) == len(shape) - 1

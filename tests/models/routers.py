@@ -64,3 +64,39 @@ def low_rank_beside(layer: Routed, x: Tensor) -> Tensor:
 
 
 SCORES = (plain, cast, cast_bias, moved_by_a_known_value, normed, low_rank, low_rank_beside)
+
+
+# ---- experts that a ranking of more, or of all, has in its first places
+
+
+class Ranking(experts.Layer):
+    """``rank`` gives the scores and numbers [.., k] of the experts that a token likes best."""
+
+    def __init__(self, rank: Rank, way: experts.Way) -> None:
+        super().__init__(way)
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x, *self.rank(self.gate(x).softmax(-1), self.top_k))
+
+
+Rank = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def by_sort(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    best, order = scores.sort(-1, descending=True)
+    return best[..., :top_k], order[..., :top_k]
+
+
+def by_argsort(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The last of all, from the worst on."""
+    chosen = scores.argsort(-1)[..., -top_k:]
+    return scores.gather(-1, chosen), chosen
+
+
+def of_one_more(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    best, order = scores.topk(top_k + 1, -1)
+    return best[..., :top_k] - best[..., -1:], order[..., :top_k]
+
+
+RANKS: tuple[Rank, ...] = (by_sort, by_argsort, of_one_more)

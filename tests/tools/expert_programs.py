@@ -28,7 +28,7 @@ from passes.program.program import Program
 from planner.capture.graphs_equal import InFloat64, widened
 from planner.captured import prepare
 from planner.spec.spec import Spec
-from tests.models import experts, selected_rows, sliced_experts, slots, sorted_experts, stacked_experts
+from tests.models import experts, routers, selected_rows, sliced_experts, slots, sorted_experts, stacked_experts
 from tests.tools.captures import captured_again
 from tests.tools.simulated_mesh import spec_of
 
@@ -193,6 +193,11 @@ SPELLINGS = {
     **of(stacked_experts.Stacks, stacked_experts.WAYS),
     **of(sorted_experts.Sorting, sorted_experts.WAYS),
     **of(slots.Slots, FILLED),
+    **{
+        f"{rank.__name__}.{way.__name__}": partial(routers.Ranking, rank, way)
+        for rank in routers.RANKS
+        for way in (experts.masks, experts.stacked, experts.looked_up)
+    },
 }
 OPENINGS = ("Layer.masks", "Stacks.biased", "Stacks.of_pairs", "Sorting.by_places", "Slots.one_hot", "Slots.unbound")
 
