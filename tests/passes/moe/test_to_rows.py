@@ -5,12 +5,14 @@ float64 as the program is.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from passes.moe import exchange
 from passes.moe.find import find_experts
 from passes.moe.open import to_rows
@@ -44,9 +46,8 @@ LAYERS = SPELLINGS | {
     "adapted of rows": lambda: adapted(sorted_experts.Sorting(sorted_experts.by_places), Normed),
 }
 HASHED = {
-    f"{numbers.__name__} {way.__name__}": partial(hashed_experts.Hashing, numbers, way)
+    numbers.__name__: partial(hashed_experts.Hashing, numbers, sorted_experts.by_places)
     for numbers in hashed_experts.NUMBERS
-    for way in (experts.looked_up, sorted_experts.added)
 }
 
 
@@ -70,7 +71,6 @@ def on_rows(program: Program) -> Program:
     assert not found.doubts
     for place, layer in enumerate(layers):
         layers[place] = to_rows(changed, layer, layers)
-    changed.graph_changed()
     assert {n.target for n in changed.graph.graph.nodes} & {exchange.meet, exchange.send_slots}
     return changed
 
@@ -106,3 +106,13 @@ def test_rows_of_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_rows_of_five_drawn_layers(seed: int) -> None:
     check(*captured(lambda: DrawnNet(seed).double()))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("way", [*stacked_experts.WAYS, *experts.WAYS], ids=lambda w: w.__name__)
+def test_a_token_of_all_experts_is_right_or_refused(way: Any) -> None:
+    """Of two experts, both: a dim of experts and one of choices have one size."""
+    layer = stacked_experts.Stacks if way in stacked_experts.WAYS else experts.Layer
+    program, values = captured(lambda: experts.Net(layer(way, num_experts=2, top_k=2)))
+    with suppress(PlanError):
+        check(program, values)
