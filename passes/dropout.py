@@ -240,7 +240,6 @@ def spell_out_attention(program: Program) -> None:
             node.replace_all_uses_with(_spelled(Builder(graph, node, node), named(node)))
             graph.erase_node(node)
     program.graph.recompile()
-    program.graph_changed()
 
 
 def _spelled(build: Builder, given: dict[str, Any]) -> fx.Node:

@@ -46,7 +46,6 @@ def simplify_masks(program: Program) -> None:
             program.rewrites.append((f"the attention mask is {meanings[mask]}", where_of(node)))
     if any(meanings.values()):
         prune(program.graph.graph)
-        program.graph_changed()
 
 
 def _meaning(mask: torch.Tensor | None) -> str:

@@ -55,7 +55,6 @@ def fuse_norms(program: Program) -> None:
         program.rewrites.append((f"an RMS norm in {norm.num_ops} ops is aten.rms_norm (fuse_norms)", line))
     if found:
         prune(program.graph.graph)
-        program.graph_changed()
 
 
 def _norm_of(product: fx.Node) -> SpelledNorm | None:

@@ -146,8 +146,6 @@ def _merge_equal_calls(program: Program) -> bool:
             if others:
                 work.append(first)
                 changed = True
-    if changed:
-        program.graph_changed()
     return changed
 
 
@@ -292,15 +290,20 @@ def _branches(
     space: Space, last: list[fx.Node], orders: list[list[fx.Node]], columns: list[tuple[fx.Node, ...]]
 ) -> Branches:
     """``columns``: each weight of the branches, in the order of the numbers."""
+    each = len(orders) // space.size
     whole = [
-        [p for n in order if n.op == "call_function" and (p := paths.product_of(n, lambda _: -1))] for order in orders
+        [p for n in order if n.op == "call_function" and (p := paths.product_of(n, lambda _: -1))]
+        for order in orders[:each]
     ]
     edges = [paths.ends(products, space.above) for products in whole]
     weights = paths.weights_of(dict.fromkeys(map(_held, columns)), whole[0], *edges[0])
-    first = [
-        n for (ones, _), order in zip(edges, orders, strict=True) for n in _from_outside([p.x for p in ones], order)
-    ]
-    return Branches(first, last, [p.node for ps in whole for p in ps], weights, _capacity(space, first))
+    first, made = list[fx.Node](), list[fx.Node]()
+    for number, order in enumerate(orders):  # alike, so that products of the first expert's stand at the same places
+        own = dict(zip(orders[number % each], order, strict=True))
+        made += [own[p.node] for p in whole[number % each]]
+        ones = [(p.node, p.node.all_input_nodes.index(p.x)) for p in edges[number % each][0]]
+        first += _from_outside([own[node].all_input_nodes[at] for node, at in ones], order)
+    return Branches(first, last, made, weights, _capacity(space, first))
 
 
 def _from_outside(read: list[fx.Node], order: list[fx.Node]) -> list[fx.Node]:

@@ -61,7 +61,6 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
         send_tokens_once(program, layer, nodes) if layer.num_experts > mesh.ep > 1 or nodes > 1 else layer
         for layer in layers
     )
-    program.graph_changed()
     return Experts(opened)
 
 
@@ -83,7 +82,6 @@ def _chosen_rows_alone(program: Program, experts: Experts, dense: str) -> Expert
         # branches that compute tokens that did not choose them
         if layer.dispatch is Dispatch.EVERY_TOKEN and layer.tips and layer.top_k < layer.num_experts:
             layers[place] = _opened_here(program, layer, layers, dense)
-    program.graph_changed()
     return Experts(tuple(layers), experts.doubts)
 
 

@@ -35,6 +35,7 @@ from passes.program.weights import is_weight
 from passes.rules.follow import stays_zero
 
 STOPPING = FILLED | Ops("detach")  # no gradient goes through them
+AT_ONCE = 1 << 22  # elements of gates in a trial
 
 
 class LoopOpening(Opening):
@@ -129,8 +130,7 @@ class BranchOpening(LoopOpening):
 
     def run(self) -> ExpertLayer:
         self._check()
-        every = zip(*map(self._entries, range(self.layer.num_experts)), strict=True)
-        columns = [column for column in every if not self._hides_nothing(column)]
+        columns = [column for column in self.columns if not self._hides_nothing(column)]
         shared = {n for column in columns for n in column if is_weight(n)}
         columns = [column for column in columns if not shared.issuperset(column)]
         build = self.build = Builder(self.graph, self.end.node, self.end.node)
@@ -171,26 +171,38 @@ class BranchOpening(LoopOpening):
 
     def _check(self) -> None:
         self.check_distinct()
-        if len({len(body) for body in self.bodies} | {0}) != 2:
+        entries = [*map(self._entries, range(self.layer.num_experts))]
+        if len({len(body) for body in self.bodies} | {0}) != 2 or len({*map(len, entries)}) != 1:
             raise self.refusal(self.end.node, "their branches differ")
+        self.columns = [*zip(*entries, strict=True)]
         if not self.end.picks:
-            gates = {tip: self._gate(number, tip) for number, tips in enumerate(self.tips) for tip in tips}
-            check_hidden(self.end, gates, self.tokens.num_tokens, self.routing, self.refusal)
+            check_hidden(self.end, self._gates(), self.tokens.num_tokens, self.routing, self.refusal)
         self.dropped = DroppedRows(self.tokens, self.bodies, alone=self.alone)
 
-    def _gate(self, number: int, tip: fx.Node) -> fx.Node:
-        """The input of a branch that is zero for all tokens that did not choose its expert, and makes its tip zero."""
-        entries = sorted(self._entries(number), key=lambda n: n.meta["val"].numel())
-        for entry in entries:
-            if not self.routing.lets_through(entry, self.tokens.num_tokens, [number]):
-                continue
-            zero = {entry}
-            for node in self.bodies[number]:
-                if stays_zero(node, zero):
-                    zero.add(node)
-            if tip in zero:
-                return entry
-        raise self.refusal(tip, "a token may get a result from an expert that it did not choose")
+    def _gates(self) -> dict[fx.Node, fx.Node]:
+        """Tip → an input of its branch that is zero for all tokens that did not choose its expert, and makes it zero.
+        Raises the error of the refusal if there is none."""
+        found = dict[fx.Node, fx.Node]()
+        for column in sorted(self.columns, key=lambda column: column[0].meta["val"].numel()):
+            if len(found) < len(self.every) and self._are_gates(column):
+                for number, entry in enumerate(column):
+                    zero = {entry}
+                    for node in self.bodies[number]:
+                        if stays_zero(node, zero):
+                            zero.add(node)
+                    for tip in zero.intersection(self.tips[number]):
+                        found.setdefault(tip, entry)
+        if left := sorted(set(self.every) - found.keys()):
+            raise self.refusal(left[0], "a token may get a result from an expert that it did not choose")
+        return found
+
+    def _are_gates(self, column: Sequence[fx.Node]) -> bool:
+        """Whether each is zero for all tokens that did not choose its expert: of many experts in one trial."""
+        step = max(1, AT_ONCE // column[0].meta["val"].numel())
+        parts = (range(len(column))[start : start + step] for start in range(0, len(column), step))
+        return all(
+            self.routing.lets_through(column[own.start : own.stop], self.tokens.num_tokens, own) for own in parts
+        )
 
     # ---- the rewrite
 

@@ -168,7 +168,7 @@ class PairOpening(StackOpening):
         both = [d for d in range(1, len(shape) + 1) if prod(shape[:d]) == self.routing.num_rows]
         counts = {shape[d] for d in leads if d < len(shape)} if node in self.scored else set[int]()
         if num_experts in counts:
-            is_gate = self.routing.lets_through(node, self.num_tokens, range(num_experts))
+            is_gate = self.routing.lets_through([node], self.num_tokens, range(num_experts))
             if not is_gate and node in self.by_choices:
                 return False
             self.zero |= {node} if is_gate else set()

@@ -45,17 +45,19 @@ class Routing:
         ids_of = torch.arange(self.size).repeat_interleave
         return self.holds([node], lambda found, counts, _: torch.equal(found[0].long(), ids_of(counts)))
 
-    def lets_through(self, node: fx.Node, tokens: int, experts: Sequence[int]) -> bool:
-        """Whether a value [tokens.., experts, rest..] is exactly zero, or False, and gives no gradient, for all tokens
-        that did not choose the expert."""
+    def lets_through(self, nodes: Sequence[fx.Node], tokens: int, experts: range) -> bool:
+        """Whether a value [tokens.., experts, rest..], or one [tokens.., rest..] of each, is exactly zero, or False,
+        and gives no gradient, for all tokens that did not choose the expert."""
+        each = len(experts) // len(nodes)
 
         def only(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
-            if found[0].numel() % (tokens * len(experts)):
+            if len({value.numel() for value in found}) > 1 or found[0].numel() % (tokens * each):
                 return False
-            chose = [torch.cat([x.reshape(tokens, -1) for x in ids], 1).eq(e).any(1) for e in experts]
-            return _is_nothing(found[0].reshape(tokens, len(experts), -1), ~torch.stack(chose, 1))
+            of_pairs = torch.cat([value.reshape(tokens, each, -1) for value in found], 1)
+            chose = torch.cat([x.reshape(tokens, -1) for x in ids], 1)
+            return _is_nothing(of_pairs, ~torch.stack([chose.eq(e).any(1) for e in experts], 1))
 
-        return self.holds([node], only)
+        return self.holds([*nodes], only)
 
     def groups_filled(self, node: fx.Node, slots: int) -> int:
         """The number of groups of tokens for which a value of experts and ``slots`` fills, for each expert, as many

@@ -113,17 +113,11 @@ class Program:
     skipped: frozenset[str] = frozenset()  # parameters that the forward does not read if data selects no rows
 
     def node(self, name: str) -> fx.Node:
-        return self._index()[name]
-
-    def graph_changed(self) -> None:
-        """Call this after rewriting the graph: nodes that were looked up by name may be gone."""
-        self.__dict__.pop("_nodes", None)
-
-    def _index(self) -> dict[str, fx.Node]:
-        index = self.__dict__.get("_nodes")
-        if index is None or len(index) != len(self.graph.graph.nodes):
-            index = self.__dict__["_nodes"] = {n.name: n for n in self.graph.graph.nodes}
-        return index
+        found = self.__dict__.get("_nodes", {}).get(name)
+        if found is None or found._erased or found.name != name or found.graph is not self.graph.graph:
+            self.__dict__["_nodes"] = {n.name: n for n in self.graph.graph.nodes}
+            found = self.__dict__["_nodes"][name]
+        return found
 
 
 def copied(program: Program) -> Program:

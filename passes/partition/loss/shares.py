@@ -95,7 +95,6 @@ def share_loss(
     rewriter.counts.finish()
     prune(program.graph.graph)
     program.graph.recompile()
-    program.graph_changed()
     is_shared = num_microbatches > 1 or terms.counts is not None
     notes = terms.inexact, terms.mixed, terms.unknown, terms.doubts, terms.counted_first
     terms.adds_up = is_shared and not rewriter.averages and not any(notes) and terms.levels == 1

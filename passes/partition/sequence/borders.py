@@ -38,7 +38,6 @@ def end_at_borders(program: Program, positions: str) -> bool:
     for node in list(program.graph.graph.nodes):
         ends.visit(node)
     prune(program.graph.graph)
-    program.graph_changed()
     return len(program.rewrites) > before
 
 

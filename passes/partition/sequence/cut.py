@@ -92,7 +92,6 @@ def _loss_is(program: Program) -> None:
     """Set the program's loss to the graph's result."""
     (loss,) = program.graph.graph.output_node().args[0]  # pyright: ignore
     program.loss = loss.name  # pyright: ignore
-    program.graph_changed()
 
 
 def _tell_operands_apart(graph: fx.Graph) -> None:

@@ -38,7 +38,6 @@ def keep_own_keys(program: Program, context: Context, tp: int) -> None:
             is_alone = all(g is not None and _is_for(node, g, tp) for g in operands)
             if is_alone and (mask is None or not mask.meta.get("grad")):
                 _exchange(node, [g for g in operands if g is not None], mask, options)
-    program.graph_changed()
 
 
 def _is_open(node: fx.Node) -> bool:

@@ -47,7 +47,6 @@ def sort_plainly(program: Program, experts: Experts) -> Sorted:
         routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen], layer.top_k)
         if layer.dispatch is Dispatch.OFFSETS and len(routing.chosen) == 1:
             _Layer(program, routing, program.node(layer.combined), found).rewrite()
-    program.graph_changed()
     return found
 
 
