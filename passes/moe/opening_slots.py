@@ -31,14 +31,12 @@ from passes.rules.follow import follow
 MIXED = "the result of one slot of one expert depends on others"
 
 
-class SlotExchange:
-    """Of the slots of one layer. Owns what was ``sent``, and ``limit``, which is known then."""
+class OfSlots(Opening):
+    """Owns the names of what was ``sent``, and ``limit``, which is known then."""
 
     FIX = "compute each slot with only its expert, with separate dims for experts and slots"
-
-    def __init__(self, opening: Opening) -> None:
-        self.opening, self.graph, self.layer, self.routing = opening, opening.graph, opening.layer, opening.routing
-        self.limit, self.sent = 0, list[str]()
+    sent: tuple[str, ...] = ()
+    limit = 0
 
     def send(self, build: Builder, value: fx.Node, experts: int, slots: int) -> fx.Node:
         """Its slots on the ranks of their experts."""
@@ -48,12 +46,12 @@ class SlotExchange:
             given = (self._counts(build, groups),)
         domain = Domain(experts=experts, slots=slots)
         sent = build.call(exchange.send_slots, value, experts, slots, *given, domain=domain)
-        self.sent.append(sent.name)
+        self.sent += (sent.name,)
         return sent
 
-    def of_layer(self) -> ExpertLayer:
+    def with_slots(self) -> ExpertLayer:
         """The layer, with what is sent."""
-        return replace(self.layer, sent=tuple(self.sent), limit=self.limit, tips=())
+        return replace(self.layer, sent=self.sent, limit=self.limit, tips=())
 
     def dims(
         self,
@@ -64,10 +62,10 @@ class SlotExchange:
     ) -> dict[fx.Node, int]:
         """The dim of slots of every value, found from one of the dims of the ``first`` beside that of ``experts``. If
         all calls keep several, the last."""
-        refused = self.opening.refusal(first[0], "its experts have no slots")
+        refused = self.refusal(first[0], "its experts have no slots")
         for dim in reversed([d for d in range(len(shape_of(first[0]))) if d != experts]):
             try:
-                found = follow(dict.fromkeys(first, dim), calls, self.opening.refusal, MIXED)
+                found = follow(dict.fromkeys(first, dim), calls, self.refusal, MIXED)
                 check(found)
                 return found
             except PlanError as error:
@@ -84,7 +82,7 @@ class SlotExchange:
         """(slots of an expert for a group of tokens, number of groups), if as many slots are filled as tokens chose the
         expert; (0, 1) if that is not shown. ``size``: the slots of an expert in ``value``, maybe of several groups.
         """
-        weighing = map(self.opening.program.node, self.layer.probs)
+        weighing = map(self.program.node, self.layer.probs)
         for node in () if self.layer.dispatch is Dispatch.TAKEN else (*weighing, value):
             for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):
                 groups = self.routing.groups_filled(node, slots)
@@ -96,20 +94,18 @@ class SlotExchange:
 # ---- stacks
 
 
-class SlotOpening(RunsOpening):
-    FIX = SlotExchange.FIX
+class SlotOpening(OfSlots, RunsOpening):
     HELD = "slots"
 
     def run(self) -> ExpertLayer:
-        exchanged = SlotExchange(self)
         experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, MIXED)
         self._check_known(experts, "has no dim of experts")
         first, no_slots = next(iter(self.entries)), "has no slots, or only some of them"
-        slots = exchanged.dims([first], experts[first], self.inside, lambda found: self._check_known(found, no_slots))
-        self.enter(lambda value, build: exchanged.send(build, value, experts[value], slots[value]))
+        slots = self.dims([first], experts[first], self.inside, lambda found: self._check_known(found, no_slots))
+        self.enter(lambda value, build: self.send(build, value, experts[value], slots[value]))
         self.leave(lambda node, build: build.call(exchange.return_slots, node, experts[node], slots[node]))
         self.mark(experts, lambda node: Domain(experts=experts[node], slots=slots[node]))
-        return exchanged.of_layer()
+        return self.with_slots()
 
     def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
         for value in (*sorted(self.inside), *self.entries):
@@ -122,10 +118,8 @@ class SlotOpening(RunsOpening):
 # ---- branches
 
 
-class SlotBranchOpening(LoopOpening):
+class SlotBranchOpening(OfSlots, LoopOpening):
     """Owns for each expert its part of the slots, and ``inside``: the calls of all branches."""
-
-    FIX = SlotExchange.FIX
 
     def run(self) -> ExpertLayer:
         self.join = self._joined()
@@ -136,16 +130,15 @@ class SlotBranchOpening(LoopOpening):
         readers = {user for p in self.parts for user in p.node.users}
         if len({(p.whole, p.dim) for p in self.parts}) > 1 or not readers <= self.inside:
             raise self.refusal(self.join, "their branches read slices of several values")
-        exchanged = SlotExchange(self)
-        slots = exchanged.dims([p.node for p in self.parts], first.dim, self.inside, self._check_known)
+        slots = self.dims([p.node for p in self.parts], first.dim, self.inside, self._check_known)
         build = Builder(self.graph, min(p.node for p in self.parts), first.whole)
-        sent = exchanged.send(build, first.whole, first.dim, slots[first.node])
+        sent = self.send(build, first.whole, first.dim, slots[first.node])
         for number in range(self.num_here):
             self._replace(sent, number, slots)
         self.mark_weights()
         self._join(slots)
         erase_unread(self.graph, [self.join, *(p.node for p in self.parts)])
-        return exchanged.of_layer()
+        return self.with_slots()
 
     # ---- facts
 
