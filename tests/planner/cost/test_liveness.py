@@ -48,7 +48,7 @@ def told(made: Any) -> StageBytes:
 
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "bloom"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "bloom", "mixtral", "deepseek_v3"])
 def test_predicted_peaks_are_those_of_the_storages_that_live(family: str) -> None:
     model, batch = hugging_face.build(family), hugging_face.batch(family)
     made = plan_again(model, spec_of(batch, {}))
