@@ -38,7 +38,7 @@ from planner.capture.gradients.parameters import (
     refuse_gradient_hooks,
     refuse_parameter_writes,
 )
-from planner.capture.graphs_equal import refuse_other_constants
+from planner.capture.graphs_equal import comes_to_rest, refuse_other_constants
 from planner.capture.memory_order import views_for_memory
 from planner.capture.model.eager import NOTE, caches_off, in_eager_mode, was_compiled
 from planner.capture.model.exchange import (
@@ -257,7 +257,14 @@ def _program(
         if s.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
     }
     fixed = {*program.buffers, *program.constants}
-    program.notes += notes_of_writes(exported.graph_module.graph, written, names, fixed, list(outputs.values()))
+    program.notes += notes_of_writes(
+        exported.graph_module.graph,
+        written,
+        names,
+        fixed,
+        list(outputs.values()),
+        lambda read: comes_to_rest(exported, read, _fixed_values(asked)),
+    )
     holders = exported.graph_module.graph.find_nodes(op="placeholder")
     unread = {n.name for n in holders if isinstance(program.constants.get(n.name), FakeTensor) and not n.users}
     program.constants = {name: value for name, value in program.constants.items() if name not in unread}
@@ -279,6 +286,13 @@ def _program(
         program.node(name).meta["known"] = True
     keep_what_is_reached(program)
     return program
+
+
+def _fixed_values(asked: _Asked) -> dict[str, torch.Tensor]:
+    """Buffers and frozen parameters by dotted name, in the dtype of the capture."""
+    model = asked.model
+    fixed = {**dict(model.named_buffers()), **{n: p for n, p in model.named_parameters() if not p.requires_grad}}
+    return {n: v.detach().to(asked.dtype if v.is_floating_point() else None) for n, v in fixed.items()}
 
 
 def _merge_tied(program: Program) -> None:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from passes.errors import PlanError
 from passes.program.known_values import computed, follows
 from passes.program.source_lines import where_of
+from passes.program.walks import ancestors
 from planner.capture.functional import UnknownWrite, functional_graph
 from planner.capture.model.exchange import has_values
 from planner.capture.selection.space import Keys
@@ -38,11 +39,24 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
     if differing is None:
         return None
     try:
-        before = _Keys(first, buffers)
-        after = _Keys(second, before.left)
+        before, left, _ = _called(first, buffers)
+        after, _, changes = _called(second, left)
     except UnknownWrite:
         return differing
-    return None if before.output == after.output else differing
+    return None if before.output == after.output and not changes else differing
+
+
+def comes_to_rest(exported: ExportedProgram, written: Mapping[str, str], buffers: Mapping[str, Tensor]) -> bool:
+    """Whether a second call, with buffers as the first one leaves them, computes the same and leaves them so.
+
+    ``exported`` is functional; ``written``: placeholder → the node of its last value; ``buffers`` as in
+    ``first_difference``.
+    """
+    held = _held_values(exported, buffers)
+    first = _Keys(exported, exported.graph, held)
+    left = first.values_of(written)
+    second = _Keys(exported, exported.graph, held | left)
+    return first.output == second.output and not second.changes(written)
 
 
 def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProgram]) -> None:
@@ -80,27 +94,29 @@ def _words(node: fx.Node) -> tuple[str, ...]:
 
 
 class _Keys(Keys):
-    """Of one capture: known values have the key of their content. ``left``: buffers after the call, if known."""
+    """Of one capture: known values have the key of their content. ``held``: by placeholder."""
 
-    def __init__(self, exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, exported: ExportedProgram, graph: fx.Graph, held: Mapping[str, Tensor]) -> None:
         super().__init__()
-        graph, written = functional_graph(exported.graph_module)
-        self._held = _held_values(exported, buffers)
-        self._names = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
+        self._held, self._graph = held, graph
+        self.names = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
         self.values: dict[fx.Node, Any] = {}
         *inner, output = graph.nodes
         for node in inner:
             self(node)
         self.output = str(fx.map_arg(output.args, self._named))
-        nodes = {n.name: n for n in graph.nodes}
-        self.left = dict(buffers)
-        for holder, last in written.items():
-            value = self.values.get(nodes[last])
-            name = self._names.get(holder)
-            if name in self.left and isinstance(value, Tensor):
-                self.left[name] = value
-            elif name is not None:
-                self.left.pop(name, None)
+
+    def values_of(self, written: Mapping[str, str]) -> dict[str, Tensor]:
+        """The last values, if known, of placeholders that are written to."""
+        nodes = {n.name: n for n in self._graph.nodes}
+        values = {holder: self.values.get(nodes[last]) for holder, last in written.items()}
+        return {holder: value for holder, value in values.items() if isinstance(value, Tensor)}
+
+    def changes(self, written: Mapping[str, str]) -> bool:
+        """Whether a result is made of a placeholder that the call leaves with another value, or with an unknown one."""
+        left, read = self.values_of(written), ancestors(self._graph.output_node().all_input_nodes)
+        kept = {holder for holder in left.keys() & self._held.keys() if _is_equal(left[holder], self._held[holder])}
+        return any(node.name in written.keys() - kept for node in read)
 
     def _made(self, node: fx.Node) -> str:
         value = self._value(node)
@@ -108,7 +124,7 @@ class _Keys(Keys):
             self.values[node] = value
         if isinstance(value, Tensor):
             return fingerprint(value)
-        return f"{node.name} {self._names.get(node.name)}" if node.op == "placeholder" else super()._made(node)
+        return f"{node.name} {self.names.get(node.name)}" if node.op == "placeholder" else super()._made(node)
 
     def _value(self, node: fx.Node) -> Any:
         """The value, if known: constants, buffers, and values made of them alone."""
@@ -124,6 +140,16 @@ class _Keys(Keys):
         return None
 
 
+def _called(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> tuple[_Keys, dict[str, Tensor], bool]:
+    """The keys of a call, the buffers after it, if known, and whether it changes one that it reads."""
+    graph, written = functional_graph(exported.graph_module)
+    keys = _Keys(exported, graph, _held_values(exported, buffers))
+    known = keys.values_of(written)
+    of_holder = {keys.names[holder]: known.get(holder) for holder in written if holder in keys.names}
+    left = {name: of_holder.get(name, value) for name, value in buffers.items()}
+    return keys, {name: value for name, value in left.items() if value is not None}, keys.changes(written)
+
+
 def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Placeholder → value, of constants, buffers and frozen parameters that have one."""
     found: dict[str, Tensor] = {}
@@ -136,6 +162,10 @@ def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> di
         if has_values(kept):
             found[spec.arg.name] = kept.detach()
     return found
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return fingerprint(a) == fingerprint(b)
 
 
 def fingerprint(value: Tensor) -> str:

@@ -4,6 +4,7 @@
     with torch.no_grad(): w.mul_(0.9)             PlanError, also through views, w.data and w.detach()
     running_mean, num_batches_tracked             written for later evaluation: the plan drops the update, and says so
     codebook.mul_(d).add_(…); x @ codebook        PlanError: a plan would train with the first values
+    cache[:n] = freqs; use(cache[:n])             kept, if later calls read and leave the same
     self.router = self.router.to(torch.float32)   no effect on float32 weights; of others PlanError, since the first
                                                   forward changes them for good
     requires_grad_(False), then (True)            as peft's ``disable_adapter()``: no effect if none is read meanwhile
@@ -86,11 +87,17 @@ def _writes(graph: fx.Graph, names: Mapping[fx.Node, str]) -> Iterator[tuple[fx.
 
 
 def notes_of_writes(
-    graph: fx.Graph, written: Mapping[str, str], names: Mapping[str, str], fixed: set[str], outputs: list[str]
+    graph: fx.Graph,
+    written: Mapping[str, str],
+    names: Mapping[str, str],
+    fixed: set[str],
+    outputs: list[str],
+    is_cache: Callable[[Mapping[str, str]], bool],
 ) -> Iterator[str]:
     """A note for each write of a value that changes from step to step.
 
-    Raises PlanError if the loss reads a buffer that this call and later ones write.
+    Raises PlanError if the loss reads a buffer that this call and later ones write, unless ``is_cache`` says of these
+    that later calls compute the same.
 
     ``written``: placeholder → the node of its last value; ``names``: placeholder → dotted name; ``fixed``: placeholders
     that are the same at each step, if nothing writes them; ``outputs``: the results of the forward.
@@ -98,17 +105,16 @@ def notes_of_writes(
     nodes = {node.name: node for node in graph.nodes}
     reaching = ancestors([nodes[name] for name in outputs])
     the_same = {nodes[name] for name in fixed - written.keys() if name in nodes}
-    for holder, last in written.items():
-        if holder not in names:
-            continue
-        if is_made_of(nodes[last], the_same):
-            continue
-        if nodes[holder] in reaching:
-            raise PlanError(
-                f"the forward updates {names[holder]} and computes with it: a plan would freeze its first value",
-                where=where_of(nodes[last]),
-                fix=BUFFER_FIX,
-            )
+    changing = {h: last for h, last in written.items() if h in names and not is_made_of(nodes[last], the_same)}
+    read = {holder: last for holder, last in changing.items() if nodes[holder] in reaching}
+    if read and not is_cache(read):
+        holder, last = next(iter(read.items()))
+        raise PlanError(
+            f"the forward updates {names[holder]} and computes with it: a plan would freeze its first value",
+            where=where_of(nodes[last]),
+            fix=BUFFER_FIX,
+        )
+    for holder in (h for h in changing if h not in read):
         yield f"the forward updates buffer {names[holder]}: the plan drops this update"
 
 

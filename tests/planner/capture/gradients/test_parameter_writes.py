@@ -81,6 +81,69 @@ def test_a_write_into_a_copy_or_a_buffer_is_no_write_into_a_parameter() -> None:
     assert_capture_equals(model)
 
 
+def cached_rotations(model: OneBody, x: Tensor) -> Tensor:
+    """Two layers that share a module: the second reads of the cache what the first has written into it."""
+    for _ in range(2):
+        x = x * (model.kept[: x.shape[1]] if model.num_kept >= x.shape[1] else fill(model, x.shape[1]))
+    return model.up(x)
+
+
+def fill(model: OneBody, length: int) -> Tensor:
+    rotations = torch.outer(torch.arange(length, dtype=torch.float64), model.kept.new_ones(WIDTH) / 7).cos()
+    model.kept[:length] = rotations
+    model.num_kept = length
+    return rotations
+
+
+def counted(model: OneBody, x: Tensor) -> Tensor:
+    model.kept.add_(1.0)
+    return model.up(x) * model.kept[0]
+
+
+def warmed_up(model: OneBody, x: Tensor) -> Tensor:
+    """The first calls are alike, a later one is not."""
+    model.kept.add_(1.0)
+    return model.up(x) * (model.kept[0] / 10).floor()
+
+
+def averaged(model: OneBody, x: Tensor) -> Tensor:
+    model.kept[0] = 0.9 * model.kept[0] + 0.1 * x.detach().mean((0, 1))
+    return model.up(x) + model.kept[0]
+
+
+def changed_by_the_next(model: OneBody, x: Tensor) -> Tensor:
+    """The second call computes the same, and writes what the third one reads."""
+    scale = model.kept[0].clone()
+    if model.num_kept:
+        model.kept.add_(1.0)
+    model.num_kept = 1
+    return model.up(x) * scale
+
+
+def with_cache(body: Body) -> OneBody:
+    model = OneBody(body)
+    model.num_kept = 0
+    model.register_buffer("kept", torch.zeros(32, WIDTH, dtype=torch.float64), persistent=False)
+    return model
+
+
+def test_a_buffer_that_keeps_what_each_call_would_compute_is_a_cache() -> None:
+    assert capture(with_cache(cached_rotations), batch()).notes == []
+    assert_capture_equals(with_cache(cached_rotations))
+
+
+@pytest.mark.parametrize("body", [counted, warmed_up, averaged], ids=lambda body: body.__name__)
+def test_a_buffer_that_the_next_call_finds_changed_is_refused(body: Body) -> None:
+    with pytest.raises(PlanError, match="the forward updates kept and computes with it") as caught:
+        capture(with_cache(body), batch())
+    assert caught.value.where.line
+
+
+def test_a_buffer_that_the_second_call_changes_for_the_third_is_refused() -> None:
+    with pytest.raises(PlanError, match="the forward depends on Python state of earlier calls"):
+        capture(with_cache(changed_by_the_next), batch())
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2.0 * weight
