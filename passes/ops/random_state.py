@@ -13,11 +13,13 @@ neither.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from passes.interceptors import installed
 
 _DRAWS = 36  # bits of a place: 2^36 numbers for a thread of one op, and 2^28 ops
 
@@ -117,23 +119,16 @@ class RandomState:
     @contextmanager
     def watched(self) -> Iterator[dict[Draw, None]]:
         """Yields the draws made inside."""
-        self.drawn = {}
-        try:
-            yield self.drawn
-        finally:
-            self.drawn = None
+        drawn: dict[Draw, None] = {}
+        with installed((self, "drawn", drawn)):
+            yield drawn
 
-    @contextmanager
-    def drawing_by(self, generators: Mapping[Draw, torch.Generator], *, is_part: bool) -> Iterator[None]:
+    def drawing_by(self, generators: Mapping[Draw, torch.Generator], *, is_part: bool) -> AbstractContextManager[None]:
         """A graph is captured meanwhile, with which these are registered.
 
         ``is_part`` of a step: step and microbatch are written before each replay, and not by the graph.
         """
-        self.registered, self._is_part = generators, is_part
-        try:
-            yield
-        finally:
-            self.registered, self._is_part = None, False
+        return installed((self, "registered", generators), (self, "_is_part", is_part))
 
     def put_all(self, generators: Mapping[Draw, torch.Generator]) -> None:
         """Set each generator to the begin of its draw in the current microbatch."""
@@ -144,12 +139,8 @@ class RandomState:
     def as_default(self, device: torch.device, op: int, sharded: bool) -> Iterator[None]:
         """Ops that know no other generator draw from the default one: it has this stream, then its own again."""
         own = self.generator(device, op, sharded)
-        self.default = own if self.registered is not None else None
-        try:
-            with drawing_from(own):
-                yield
-        finally:
-            self.default = None
+        with installed((self, "default", own if self.registered is not None else None)), drawing_from(own):
+            yield
 
     def stream_seed(self, draw: Draw, *, of_op: bool = True) -> int:
         """63 bits of a hash of all that names a draw; without ``of_op``, a forward."""

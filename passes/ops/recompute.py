@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from passes.interceptors import installed
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
 from passes.ops.weight_gradients import WeightGradients
@@ -206,7 +207,8 @@ class _Forward:
         if self.call.before is not None:
             self.call.before()
         again = self.call.random.again(self.step, self.microbatch)
-        with torch.no_grad(), again, _as_backward(self.call.axes), _under(self.modes):
+        as_backward = installed(*((axis, "phase", "backward") for axis in self.call.axes))
+        with torch.no_grad(), again, as_backward, _under(self.modes):
             try:
                 values = self.call.module(rerun, *sources)
             finally:
@@ -248,18 +250,6 @@ def _storage_of(tensor: Tensor) -> int:
 def _is_held(tensor: Tensor) -> bool:
     """Whether a number was wrapped in a tensor: nothing is to be gained."""
     return tensor.dim() == 0
-
-
-@contextmanager
-def _as_backward(axes: Sequence[AxisHandle]) -> Iterator[None]:
-    before = [axis.phase for axis in axes]
-    for axis in axes:
-        axis.phase = "backward"
-    try:
-        yield
-    finally:
-        for axis, phase in zip(axes, before, strict=True):
-            axis.phase = phase
 
 
 @contextmanager

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from passes.interceptors import installed
 
 Key = tuple[int, int]  # (chunk, microbatch)
 Work = Callable[[Any], None]  # takes the result of its ``begin``
@@ -128,14 +130,9 @@ class WeightGradients:
         """A step has failed: drop its deferred work."""
         self._aside, self._kept = None, {}
 
-    @contextmanager
-    def by_autograd(self) -> Iterator[None]:
+    def by_autograd(self) -> AbstractContextManager[None]:
         """Inside, forwards leave their weights to autograd, for callers that read its gradients."""
-        places, self._places = self._places, None
-        try:
-            yield
-        finally:
-            self._places = places
+        return installed((self, "_places", None))
 
 
 class AtOnce(WeightGradients):
@@ -161,14 +158,9 @@ class AtOnce(WeightGradients):
     def keep(self, work: Work, begin: Begin | None = None) -> None:
         raise AssertionError("no deferred work belongs to a captured region or uses its memory")
 
-    @contextmanager
-    def bound_to(self, places: Places) -> Iterator[None]:
+    def bound_to(self, places: Places) -> AbstractContextManager[None]:
         """Gradients of meanwhile are added there."""
-        self._places = places
-        try:
-            yield
-        finally:
-            self._places = None
+        return installed((self, "_places", places))
 
 
 def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:

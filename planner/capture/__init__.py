@@ -1,6 +1,6 @@
 """A model and one microbatch become a canonical program.
 
-Begin at `export`. `interceptors` are all changes of torch while a forward runs, `functional` brings the exported
+Begin at `export`. All changes of torch while a forward runs are `passes.interceptors`; `functional` brings the exported
 graph into the form that passes read. `resized` compares a second capture at another batch size with the first.
 """
 

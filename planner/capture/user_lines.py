@@ -20,8 +20,8 @@ from torch import fx, nn
 from torch.fx.proxy import TracerBase
 
 from passes.errors import PlanError, Where
+from passes.interceptors import installed
 from passes.program.source_lines import code_of, is_foreign_frame, where_of_frame
-from planner.capture.interceptors import installed
 from planner.capture.own_loss import Combined, parts_of
 
 _FRAMES_FILTER = "_filter_traceback_frames"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from passes.errors import PlanError
+from passes.interceptors import installed
 from planner.capture.gradients.applications import LowestPrecision
 from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import swap
@@ -51,7 +52,7 @@ class OwnModule:
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
         self._model, self._wanted = apply_loss(model, spec.loss, forms_of(spec.inputs, with_values=False))
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._modes = [(module, "training", module.training) for module in model.modules()]
         cast = spec.precision.parameters
         self._dtype: torch.dtype | None = None if cast is None else getattr(torch, cast)
         self.precision = torch.float64
@@ -72,7 +73,8 @@ class OwnModule:
     def loss(self, batch: Batch) -> float:
         """The loss of one forward. Raises PlanError if the module fails on the CPU, or returns no loss."""
         with ExitStack() as stack:
-            for context in (in_eager_mode(), caches_off(self._model), self._in_its_modes(), generators_as_before()):
+            in_its_modes = installed(*self._modes)
+            for context in (in_eager_mode(), caches_off(self._model), in_its_modes, generators_as_before()):
                 stack.enter_context(context)
             seen = stack.enter_context(LowestPrecision())
             stack.enter_context(torch.enable_grad())
@@ -89,17 +91,6 @@ class OwnModule:
         if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
             self.precision = seen.dtype
         return loss_of(output, self._wanted).item()
-
-    @contextmanager
-    def _in_its_modes(self) -> Iterator[None]:
-        before = [(module, module.training) for module in self._model.modules()]
-        for module, training in self._modes:
-            module.training = training
-        try:
-            yield
-        finally:
-            for module, training in before:
-                module.training = training
 
     def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, its value); a tied parameter comes once."""

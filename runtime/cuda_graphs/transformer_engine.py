@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from passes.base import RankProgram
 from passes.errors import PlanError
+from passes.interceptors import installed
 from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall, run_eagerly
 from planner.pipeline.message_slots import order_by_microbatch
@@ -288,12 +289,8 @@ def registered(modules: Sequence[RegionModule]) -> Iterator[None]:
     distributed = importlib.import_module(DISTRIBUTED)
     tracker, before = distributed.CudaRNGStatesTracker(), distributed.get_all_rng_states()
     tracker.set_states({**before, **{f"meshwright {draw}": generator for draw, generator in generators.items()}})
-    drawing = {id(module.random): module.random for module in modules if module.random is not None}
-    for random in drawing.values():
-        random.registered = generators
     try:
-        yield
+        with installed(*((module.random, "registered", generators) for module in modules if module.random is not None)):
+            yield
     finally:
-        for random in drawing.values():
-            random.registered = None
         tracker.set_states(before)

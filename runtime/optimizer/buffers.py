@@ -12,8 +12,8 @@ the same order whichever of its parameters got a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from passes.interceptors import installed
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, Range
 from planner.sharding.buffers import Buffer
@@ -178,14 +179,9 @@ class GradientBuffers:
     def slots(self) -> list[ParameterSlot]:
         return [slot for buffer in self.buffers for slot in buffer.slots.values()]
 
-    @contextmanager
-    def deaf(self) -> Iterator[None]:
+    def deaf(self) -> AbstractContextManager[None]:
         """Gradients that come meanwhile are of no step, as those of a capture: they stay in ``.grad``."""
-        self._is_deaf = True
-        try:
-            yield
-        finally:
-            self._is_deaf = False
+        return installed((self, "_is_deaf", True))
 
     def begin_step(self) -> None:
         """Forget every gradient: the next one of each parameter is copied instead of added; a graph only adds."""

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from passes.base import StageModule
 from passes.errors import PlanError
+from passes.interceptors import installed
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import abandon
 from passes.ops.weight_gradients import WeightGradients
@@ -133,12 +134,9 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, step: Step, *, training: bool = False) -> Tensor | None:
         """The forwards alone, without autograd; ``training``: with dropout, as the step will draw it."""
-        self.random.training = training
         self.scores = []
-        try:
+        with installed((self.random, "training", training)):
             return self._run(step, tuple(action for action in self.order if action.kind == "F"))
-        finally:
-            self.random.training = True
 
     def _run(self, step: Step, actions: Sequence[Action]) -> Tensor | None:
         self._loss: Tensor | None = None

@@ -9,8 +9,9 @@ from other ranks are theirs to report: each rank reports its own, and ``first_of
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 
 from passes.base import StageModule, kind_of
 from passes.errors import Where
+from passes.interceptors import installed
 from passes.ops.region import run_piece, run_region
 from passes.program.source_lines import module_of, where_of
 from planner.pipeline.schedule import Action
@@ -136,23 +138,10 @@ class Watch:
         assert self.action is not None, "no forward is running"
         return self.first_microbatch + self.action.microbatch
 
-    @contextmanager
-    def over(self, executor: Executor) -> Iterator[None]:
+    def over(self, executor: Executor) -> AbstractContextManager[None]:
         """Every forward of the stages runs op by op inside."""
-        modules, before = [stage.module for stage in executor.stages], executor.before_forward
-
-        def note(action: Action) -> None:
-            self.action = action
-
-        for stage in executor.stages:
-            stage.module = _Checked(stage, self)  # pyright: ignore[reportAttributeAccessIssue]
-        executor.before_forward = note
-        try:
-            yield
-        finally:
-            executor.before_forward = before
-            for stage, module in zip(executor.stages, modules, strict=True):
-                stage.module = module
+        checked = [(stage, "module", _Checked(stage, self)) for stage in executor.stages]
+        return installed(*checked, (executor, "before_forward", partial(setattr, self, "action")))
 
     def note(self, phase: str, name: str, value: str, *place: int, stage: int = -1, microbatch: int = -1) -> None:
         """A value that no op of this rank made."""

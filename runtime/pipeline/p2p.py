@@ -22,7 +22,7 @@ the newest run that the device has finished.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes.interceptors import installed
 from passes.program.program import BoundaryPlan
 from planner.pipeline.links import Message, Progress
 from planner.pipeline.message_slots import Ring, message_slots, ring_of, ring_sizes
@@ -126,14 +127,9 @@ class Transport:
         self._handed: dict[Message, list[Tensor]] = {}
         self._sending: dict[Message, _Transfer] = {}
 
-    @contextmanager
-    def lying_in(self, memory: FreshBuffers) -> Iterator[None]:
+    def lying_in(self, memory: FreshBuffers) -> AbstractContextManager[None]:
         """Messages of the steps inside lie there."""
-        before, self.memory = self.memory, memory
-        try:
-            yield
-        finally:
-            self.memory = before
+        return installed((self, "memory", memory))
 
     @property
     def buffers(self) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from passes.canonical.masks import simplify_masks
 from passes.dropout import BERNOULLI, KINDS, NORMAL, UNIFORM, name_draws
 from passes.errors import PlanError, Where
+from passes.interceptors import installed
 from passes.ops.dropout import SampleElements, counted_bernoulli, counted_dropout, counted_normal, counted_uniform
 from passes.ops.random_state import RandomState
 from passes.program.ops.aten import aten
@@ -120,12 +121,8 @@ class NamedDraws(TorchDispatchMode):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Its backward runs inside. Raises PlanError if it draws: nothing says which draw of the forward that is."""
-        self._is_forward = False
-        try:
-            with self:
-                yield
-        finally:
-            self._is_forward = True
+        with installed((self, "_is_forward", False)), self:
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

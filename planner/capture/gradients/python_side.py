@@ -29,13 +29,13 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.errors import PlanError, Where
+from passes.interceptors import installed
 from passes.program.ops.own_backward import GradientAsked, record
 from planner.capture.gradients.applications import Application
 from planner.capture.gradients.autocast import Regions
 from planner.capture.gradients.custom_functions import CustomFunctions
 from planner.capture.gradients.parameters import HOOK_FIX, WRITE_FIX, FrozenMeanwhile, watched_cast
 from planner.capture.gradients.trials import is_of_torch
-from planner.capture.interceptors import installed
 from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import CallSites, called_by_user
 

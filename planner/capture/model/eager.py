@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as flex
 
 from passes.errors import PlanError, Where
+from passes.interceptors import Interceptor, installed
 from passes.program.source_lines import users_frame, where_of_frame
-from planner.capture.interceptors import Interceptor, installed
 
 NOTE = (
     "torch.compile in the model has no effect here: what each rank runs is compiled by compile: true in the spec, and "

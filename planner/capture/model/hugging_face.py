@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from passes.errors import PlanError, Where, refusing
-from planner.capture.interceptors import installed
+from passes.interceptors import installed
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
 from planner.files.text import is_directory, is_file, read_json

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from passes.errors import PlanError, Where
-from planner.capture.interceptors import Interceptor, installed
+from passes.interceptors import Interceptor, installed
 
 HUGE = 1 << 31  # bytes
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}

@@ -14,7 +14,7 @@ A construction that cannot be recorded is no error: the model is then built with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,8 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from passes.interceptors import installed
 from passes.program.ops.aten import written_by
-from planner.capture.interceptors import installed
 from planner.capture.model.exchange import fake, plain_tensors, swap, tensors_in
 from planner.capture.model.init_log import EMPTY, BaseValue, Entry, InitLog, Window
 from planner.capture.model.meta_init import HUGE, on_registering
@@ -67,14 +67,9 @@ class RecordedValues:
         """Whether it is a tensor of the base, unchanged."""
         return [type(entry.op) for entry in self._sources(fqn)] == [BaseValue]
 
-    @contextmanager
-    def reading(self, read: Callable[[str], Tensor]) -> Iterator[None]:
+    def reading(self, read: Callable[[str], Tensor]) -> AbstractContextManager[None]:
         """Inside, ``read`` gives the full tensors of the base, by their names in it."""
-        self._log.base = read
-        try:
-            yield
-        finally:
-            self._log.base = None
+        return installed((self._log, "base", read))
 
     def _sources(self, fqn: str) -> list[Entry]:
         return [self._log.entries[number] for number in self._log.sources(self._windows[fqn].storage)]

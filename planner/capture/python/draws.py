@@ -39,8 +39,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 
 from passes.errors import Where
+from passes.interceptors import by_identity, installed
 from passes.program.known_values import known_answer
-from planner.capture.interceptors import by_identity, installed
 from planner.capture.model.exchange import python_generators_kept
 from planner.capture.python.modules import own_modules
 from planner.capture.user_lines import CallSites, called_by_user

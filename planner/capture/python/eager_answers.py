@@ -29,8 +29,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 
 from passes.errors import Where
+from passes.interceptors import by_identity, hiding, installed
 from passes.program.source_lines import is_foreign_frame
-from planner.capture.interceptors import by_identity, hiding, installed
 from planner.capture.model.exchange import Exchange
 from planner.capture.python.modules import foreign_modules
 from planner.capture.user_lines import CallSites

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental import proxy_tensor
 
 from passes.errors import PlanError, Where
+from passes.interceptors import installed
 from passes.program.known_values import is_made_of, node_of, value_of
 from passes.program.source_lines import where_of
 from planner.capture.graphs_equal import first_difference
-from planner.capture.interceptors import installed
 from planner.capture.model.exchange import Exchange, fake, tensors_in
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure

@@ -27,13 +27,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils import _pytree as pytree
 
 from passes.errors import Where
+from passes.interceptors import installed
 from passes.program.known_values import assume, known_results, node_of, value_of, with_writes
 from passes.program.ops.aten import aten, is_mutable, is_pointwise, packet_of
 from passes.program.ops.groups import JOINS
 from passes.program.program import Condition
 from passes.program.walks import operands, walk
 from planner.capture.graphs_equal import drawn
-from planner.capture.interceptors import installed
 from planner.capture.selection.assumed import Assumptions, ExportAgain, Key, Taken, key_of_stack
 from planner.capture.selection.conditions import condition_of, is_read, reads_of, that
 from planner.capture.selection.places import row_dim

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from planner.capture.interceptors import by_identity, hiding, installed
+from passes.interceptors import by_identity, hiding, installed
 from tests.tools.paths import ROOT
 
 FILES = sorted((ROOT / "planner" / "capture").rglob("*.py"))

@@ -1,5 +1,6 @@
 """Attributes that are something else for a while: the one place in which capture assigns to PyTorch, or to modules.
 
+    installed((axis, "phase", "backward"))                              as of a backward that repeats a forward
     nn.Module._call_impl, Tensor.data, ShapeEnv.evaluate_sym_node …     watched while a forward runs
     torch.jit.is_tracing in every module that has it by some name       answered as in eager mode
     isinstance in the modules of a user                                 hides Python's own
