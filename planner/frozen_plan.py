@@ -20,7 +20,8 @@ from planner.files.atomic import write_for_user
 from planner.files.text import MIB, read_json, shorten, writing
 from planner.mesh import SIZES
 from planner.named_code import is_named
-from planner.report.text import to_text as describe
+from planner.report.sections import sections
+from planner.report.text import sections_text
 from planner.saved_plan.model import ModelOwner
 from planner.saved_plan.plan_file import PARTS, SUFFIX, TO_WRITE, Stored, read, write
 from planner.sharding.shards import Shards
@@ -126,14 +127,13 @@ class Plan(Tables):
 
     def describe(self, *, full: bool = False) -> str:
         """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
-        return describe(self, full=full)
+        return sections_text(sections(self, full=full))
 
     def why(self, name: str) -> str:
         """What the sharding of a parameter (a dotted name, or a glob) costs in each style, and why some are not
         possible. Raises PlanError for a name of none, and for a plan loaded from JSON.
         """
         from planner.report.alternatives import why  # a rank with a saved plan asks nothing
-        from planner.report.text import sections_text
 
         return sections_text(why(self, self.to_run()[0], name))
 

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.report.section import PROSE, Section
-from planner.report.sections import sections
 from planner.tables.tables import Tables
 
 WIDTH = 160
@@ -22,16 +21,13 @@ _PROSE_WIDTH = 30  # of a column that may wrap, if the others leave less
 _GAP = 2  # blanks between columns
 
 
-def to_text(plan: Tables, *, full: bool = False, width: int = WIDTH) -> str:
-    """The tables as plain text, without colour codes or blanks at line ends: ``sections_text``."""
-    return sections_text(sections(plan, full=full), width=width)
-
-
-def sections_text(parts: Iterable[Section], *, width: int = WIDTH) -> str:
-    """Sections as plain text of ``width`` columns; a table with longer values is wider, so that none is truncated."""
+def sections_text(parts: Iterable[Section]) -> str:
+    """Sections as plain text, without colour codes or blanks at line ends; a table with values that are longer than a
+    line is wider, so that none is truncated.
+    """
     out = io.StringIO()
     for section in parts:
-        wide = max(width, _needed(section))
+        wide = max(WIDTH, _needed(section))
         console = Console(file=out, width=wide, color_system=None, force_terminal=False, force_jupyter=False)
         _print(section, console)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -191,10 +191,12 @@ class _Walk:
             for name, value in list(_without_machinery(content).items()):
                 yield from self._inside(path, name, module, value)
         kinds = dict.fromkeys(base for m in self._model.modules() for base in type(m).__mro__)
-        yield from (_class_holder(kind) for kind in kinds if not _is_torchs(kind.__module__))
+        for kind in kinds:
+            if not _is_torchs(kind.__module__):
+                yield _names_holder(kind, kind.__qualname__, (int, float, str, list, dict, Tensor))
         for python_module in users_modules(self._model):
             if not python_module.__name__.startswith("transformers"):  # thousands of names that nothing writes to
-                yield _globals_holder(python_module)
+                yield _names_holder(python_module, python_module.__name__, (int, float))
         for python_module in own_modules(self._model):
             for name, value in list(vars(python_module).items()):
                 yield from self._kept_by(f"{python_module.__name__}.{name}", value)
@@ -278,22 +280,17 @@ def _cell_access(cells: dict[str, CellType]) -> Access:
     return lambda: {name: cell.cell_contents for name, cell in cells.items()}, write
 
 
-def _class_holder(kind: type) -> Holder:
+def _names_holder(owner: Any, name: str, kinds: tuple[type, ...]) -> Holder:
+    """Of the values of these ``kinds`` that have names in a class, or in a module of Python."""
+
     def read() -> dict[Any, Any]:
-        return {k: v for k, v in vars(kind).items() if isinstance(v, (int, float, str, list, dict, Tensor))}
+        return {k: v for k, v in vars(owner).items() if isinstance(v, kinds) and not k.startswith("__")}
 
     def write(values: dict[Any, Any]) -> None:
         for name, value in values.items():
-            setattr(kind, name, value)
+            setattr(owner, name, value)
 
-    return Holder("", kind.__qualname__, None, read, write)
-
-
-def _globals_holder(module: ModuleType) -> Holder:
-    def read() -> dict[Any, Any]:
-        return {k: v for k, v in vars(module).items() if isinstance(v, (int, float)) and not k.startswith("__")}
-
-    return Holder("", module.__name__, None, read, lambda v: vars(module).update(v))
+    return Holder("", name, None, read, write)
 
 
 def _without_machinery(content: dict[str, Any]) -> dict[Any, Any]:

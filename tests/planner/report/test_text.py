@@ -15,7 +15,7 @@ from planner.frozen_plan import Plan
 from planner.pipeline.kinds import KINDS
 from planner.pipeline.schedule import build_schedule
 from planner.report.sections import format_order, sections
-from planner.report.text import print_sections, to_text, to_yaml
+from planner.report.text import print_sections, to_yaml
 from planner.tables.sizes import format_bytes
 from planner.tables.tables import Diagnostic
 from tests.tools import paths
@@ -61,7 +61,7 @@ def test_long_names_stay_whole_and_square_brackets_are_not_markup(small_plan: Pl
     name = "model.decoder.layers.0.self_attention.query_key_value_projection_of_many_heads.weight"
     reason = "cut by heads [b, s, h/tp], [bold]not markup[/bold], " + "because it is so " * 12
     row = replace(small_plan.parameters[1], name=name, reason=reason)
-    text = to_text(replace(small_plan, parameters=(row,)))
+    text = replace(small_plan, parameters=(row,)).describe()
     assert name in text
     assert "[bold]not" in text
     words = [w for line in section(text, "Parameters").splitlines() for w in line.split()]
