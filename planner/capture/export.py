@@ -24,7 +24,6 @@ from passes.partition.typings.table import has_rule
 from passes.program.builder import prune
 from passes.program.ops.own_backward import calls_recorded
 from passes.program.program import Program
-from passes.program.source_lines import where_of
 from planner.capture.data_dependence import (
     calls_in,
     depends_on_data,
@@ -138,12 +137,7 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
         if made.gradient is not None:
             for one in (exported, *(other for _, other in made.others)):
                 read_kept_values(one)
-        lifted = {
-            s.target: exported.constants.get(s.target)
-            for s in exported.graph_signature.input_specs
-            if s.kind is InputKind.CONSTANT_TENSOR and s.target
-        }
-        held = held_tensors(lifted, model, exchange, lambda name: _reader_of(exported, name))
+        held = held_tensors(exported, model, exchange)
         constants = {name: _constant(value, exchange) for name, value in exported.constants.items() if name not in held}
         exported, written = _functional(exported, held)
         if earlier.first is None and exported is made.exported:
@@ -175,15 +169,6 @@ def _constant(value: Any, exchange: Exchange) -> Any:
     if owner is not None and isinstance(value, FakeTensor) and exchange.values(owner).is_meta:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
-
-
-def _reader_of(exported: torch.export.ExportedProgram, constant: str) -> Where:
-    """The line at which the forward reads a lifted constant."""
-    for spec in exported.graph_signature.input_specs:
-        if spec.target == constant:
-            holder = next(n for n in exported.graph.nodes if n.name == spec.arg.name)
-            return where_of(next(iter(holder.users), holder))
-    return Where()
 
 
 def _functional(

@@ -9,7 +9,7 @@ a tensor of the model (planner.capture.model.exchange). A tensor that requires a
 refused with the user's line: the optimizer would not update it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from passes.errors import PlanError, Where
 from passes.program.source_lines import origin_of, where_of
@@ -69,17 +70,18 @@ class ForeignTensors:
         self._known[id(tensor)] = tensor
 
 
-def held_tensors(
-    constants: Mapping[str, Any], model: nn.Module, exchange: Exchange, where: Callable[[str], Where]
-) -> dict[str, HeldTensor]:
-    """By name of the constant; called while the tensors are exchanged. ``where``: the line that reads a constant."""
-    names = _names(model)
+def held_tensors(exported: ExportedProgram, model: nn.Module, exchange: Exchange) -> dict[str, HeldTensor]:
+    """By name of the constant; called while the tensors are exchanged. Raises PlanError at the line that reads one."""
+    names = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    specs = {s.arg.name: s for s in exported.graph_signature.input_specs if s.kind is InputKind.CONSTANT_TENSOR}
     found = {}
-    for name, value in constants.items():
+    for holder in exported.graph.find_nodes(op="placeholder"):
+        name = specs[holder.name].target if holder.name in specs else None
+        value = exported.constants.get(name or "")
         owner = exchange.original(value) if isinstance(value, Tensor) else None
-        if owner is not None and id(owner) in names:
+        if name is not None and owner is not None and id(owner) in names:
             fqn = names[id(owner)]
-            found[name] = HeldTensor(fqn, _views(value, owner, exchange.values(owner), fqn, lambda n=name: where(n)))
+            found[name] = HeldTensor(fqn, _views(value, owner, exchange.values(owner), fqn, holder))
     return found
 
 
@@ -131,25 +133,22 @@ def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any], gradien
             )
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
-
-
-def _views(value: Tensor, owner: Tensor, values: Tensor, fqn: str, where: Callable[[], Where]) -> Views:
+def _views(value: Any, owner: Tensor, values: Tensor, fqn: str, holder: fx.Node) -> Views:
     """How ``value`` is made of the model's tensor: ``owner``, or the one that holds its ``values`` meanwhile."""
+    where = where_of(next(iter(holder.users), holder))
     if isinstance(value, FakeTensor):  # the very object: views of it that a forward makes are calls of the graph
         return ()
     if value.dtype != owner.dtype:
         raise PlanError(
             f"the forward reads the memory of {fqn} as {value.dtype}, and precision makes it {owner.dtype}",
-            where=where(),
+            where=where,
             fix="create the view in the forward, or remove precision.parameters",
         )
     views = _views_between(values, value)
     if views is None:
         raise PlanError(
             f"the forward sees the memory of {fqn} in an unsupported way",
-            where=where(),
+            where=where,
             fix="create the view in the forward (`self.weight[…]`, `self.weight.t()`)",
         )
     stopped = owner.requires_grad and not value.requires_grad
