@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
 
 from passes.canonical.form import canonicalize
 from passes.canonical.side_calls import order_side_calls
@@ -145,14 +144,12 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
         others = [(number, _functional(other, held)[0].graph_module) for number, other in made.others]
         refuse_other_constants(exported, [other for _, other in made.others])
         first = _parameter_names(model)[0]
-        values = {
-            s.arg.name: v
-            for s in exported.graph_signature.input_specs
-            if has_values(v := constants.get(s.target or ""))
-        }
-        fqn_of = {name: first[target] for name, target in exported.graph_signature.inputs_to_parameters.items()}
+        signature = exported.graph_signature
+        lifted = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+        values = {name: v for name, target in lifted.items() if has_values(v := constants.get(target))}
+        fqn_of = {name: first[target] for name, target in signature.inputs_to_parameters.items()}
         skipped = skipped_parameters(exported.graph_module, others[:1], fqn_of)  # the first assumes empty masks
-        inputs: Any = exported.graph_signature.user_inputs
+        inputs: Any = signature.user_inputs
         told, checks = compute_all_rows(exported.graph_module, made.asked, others, values, inputs)
         made.told.extend(told)
     program = _program(asked, exported, constants, held, made.notes, written)
@@ -179,12 +176,11 @@ def _functional(
     """
     module = exported.graph_module
     views_for_memory(module)
-    where = Where()
+    where, signature = Where(), exported.graph_signature
     if any(map(is_write, calls_in(module))) or is_dynamic(module):
-        signature = exported.graph_signature
-        parameters = dict(signature.inputs_to_parameters)
-        parameters |= {s.arg.name: held[s.target or ""].fqn for s in signature.input_specs if s.target in held}
-        refuse_parameter_writes(module, parameters)
+        lifted = signature.inputs_to_lifted_tensor_constants
+        of_held = {name: held[target].fqn for name, target in lifted.items() if target in held}
+        refuse_parameter_writes(module, {**signature.inputs_to_parameters, **of_held})
         if not any(map(_is_of_vmap, calls_in(module))):
             try:
                 return exported, make_functional(module)
@@ -192,12 +188,10 @@ def _functional(
                 where = unknown.where
     if any(is_write(call) or _is_of_vmap(call) for call in calls_in(module)):  # costly, so only then
         exported = _decomposed(exported, where)
-    holders = {s.target: s.arg.name for s in exported.graph_signature.input_specs if s.target}
-    return exported, {
-        holders[s.target]: s.arg.name
-        for s in exported.graph_signature.output_specs
-        if s.kind is OutputKind.BUFFER_MUTATION and s.target in holders
-    }
+    signature = exported.graph_signature
+    written = {target: last for last, target in signature.buffers_to_mutate.items()}
+    holders = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    return exported, {name: written[target] for name, target in holders.items() if target in written}
 
 
 def _decomposed(exported: torch.export.ExportedProgram, where: Where) -> torch.export.ExportedProgram:
@@ -220,27 +214,16 @@ def _program(
     written: Mapping[str, str],
 ) -> Program:
     fqns, aliases = _parameter_names(asked.model)
+    signature = exported.graph_signature
     program = Program(exported.graph_module, {}, aliases, {}, {}, {}, {}, "", notes)
-    in_place: dict[str, HeldTensor] = {}
-    for spec in exported.graph_signature.input_specs:
-        name, target = spec.arg.name, spec.target or ""
-        if spec.kind is InputKind.PARAMETER:
-            program.parameters[name] = fqns[target]
-        elif spec.kind is InputKind.BUFFER:
-            program.buffers[name] = target
-        elif spec.kind is InputKind.USER_INPUT:
-            program.inputs[name] = name
-        elif target in held:
-            in_place[name] = held[target]
-        else:
-            program.constants[name] = constants.get(target, torch.empty(0))
+    program.parameters = {name: fqns[target] for name, target in signature.inputs_to_parameters.items()}
+    program.buffers = dict(signature.inputs_to_buffers)
+    program.inputs = {str(name): str(name) for name in signature.user_inputs}
+    lifted = {**signature.inputs_to_lifted_tensor_constants, **signature.inputs_to_lifted_custom_objs}
+    in_place = {name: held[target] for name, target in lifted.items() if target in held}
+    program.constants = {n: constants.get(target, torch.empty(0)) for n, target in lifted.items() if n not in in_place}
     refuse_dynamic_shapes(exported.graph_module)
-    outputs = select_outputs(exported)
-    names = {
-        s.arg.name: s.target or ""
-        for s in exported.graph_signature.input_specs
-        if s.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-    }
+    outputs, names = select_outputs(exported), program.buffers | lifted
     fixed = {*program.buffers, *program.constants}
     program.notes += notes_of_writes(
         exported.graph_module.graph,

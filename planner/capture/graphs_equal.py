@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError
@@ -152,16 +151,12 @@ def _called(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> tuple[_
 
 def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Placeholder → value, of constants, buffers and frozen parameters that have one."""
-    found: dict[str, Tensor] = {}
-    for spec in exported.graph_signature.input_specs:
-        kept: Any = None
-        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER):
-            kept = buffers.get(spec.target or "")
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            kept = exported.constants.get(spec.target or "")
-        if has_values(kept):
-            found[spec.arg.name] = kept.detach()
-    return found
+    signature = exported.graph_signature
+    named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    kept = [(name, buffers.get(target)) for name, target in named.items()]
+    lifted = signature.inputs_to_lifted_tensor_constants
+    kept += [(name, exported.constants.get(target)) for name, target in lifted.items()]
+    return {name: value.detach() for name, value in kept if has_values(value)}
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:

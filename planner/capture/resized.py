@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from passes.program.ops.aten import nodes_in
@@ -73,14 +72,14 @@ class FirstExport:
         self._constants: dict[str, str] = {}  # of the export → name in the recording
         self._twins: dict[fx.Node, Any] = {}  # node → that of the recording
         self._calls = iter([node for node in recording.graph.nodes if isinstance(node.target, torch._ops.OpOverload)])
-        self._specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
-        graph = self._exported.graph
+        graph, signature = self._exported.graph, exported.graph_signature
+        held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         _drop_checks(graph)
         for holder in graph.find_nodes(op="placeholder"):
-            if self._specs[holder.name].kind is InputKind.USER_INPUT:
+            if holder.name in signature.user_inputs:
                 self._twins[holder] = recording.inputs[str(holder.target)]
-            elif self._specs[holder.name].kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                self._twins[holder] = recording.parameters[self._specs[holder.name].target or ""]
+            elif holder.name in held:
+                self._twins[holder] = recording.parameters[held[holder.name]]
         for node in calls_in(self._exported.graph_module):
             self._twins[node] = self._twin(node)
         results = [self._twins[n] for n in nodes_in(graph.output_node().args)]
@@ -105,7 +104,7 @@ class FirstExport:
 
     def _is_constant(self, holder: fx.Node, recorded: Any) -> bool:
         """Whether ``recorded`` is a constant's: the first call that reads one shows which it is."""
-        target = self._specs[holder.name].target or ""
+        target = self._exported.graph_signature.inputs_to_lifted_tensor_constants[holder.name]
         held = self._first.constants.get(str(recorded.target)) if isinstance(recorded, fx.Node) else None
         if not _is_equal(self._exported.constants.get(target), held):
             return False

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from passes.errors import PlanError, Where
 from passes.program.source_lines import origin_of, where_of
@@ -73,13 +72,12 @@ class ForeignTensors:
 def held_tensors(exported: ExportedProgram, model: nn.Module, exchange: Exchange) -> dict[str, HeldTensor]:
     """By name of the constant; called while the tensors are exchanged. Raises PlanError at the line that reads one."""
     names = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
-    specs = {s.arg.name: s for s in exported.graph_signature.input_specs if s.kind is InputKind.CONSTANT_TENSOR}
-    found = {}
+    lifted, found = exported.graph_signature.inputs_to_lifted_tensor_constants, {}
     for holder in exported.graph.find_nodes(op="placeholder"):
-        name = specs[holder.name].target if holder.name in specs else None
-        value = exported.constants.get(name or "")
+        name = lifted.get(holder.name, "")
+        value = exported.constants.get(name)
         owner = exchange.original(value) if isinstance(value, Tensor) else None
-        if name is not None and owner is not None and id(owner) in names:
+        if owner is not None and id(owner) in names:
             fqn = names[id(owner)]
             found[name] = HeldTensor(fqn, _views(value, owner, exchange.values(owner), fqn, holder))
     return found
@@ -92,11 +90,8 @@ def read_kept_values(exported: ExportedProgram) -> None:
     """
     nodes = list(exported.graph.nodes)
     holders = {node.name: node for node in nodes if node.op == "placeholder"}
-    kept = {
-        spec.arg.name: value
-        for spec in exported.graph_signature.input_specs
-        if spec.target and isinstance(value := exported.constants.get(spec.target), FakeTensor)
-    }
+    lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
+    kept = {name: v for name, t in lifted.items() if isinstance(v := exported.constants.get(t), FakeTensor)}
     made: dict[int, fx.Node] = {}
     for node in nodes:
         if node.name not in kept and isinstance(value := node.meta.get("val"), FakeTensor):
