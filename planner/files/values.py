@@ -9,6 +9,7 @@ planner.files.allowed, for writing and for reading: any other raises Unstorable,
 No text of a file but identifiers reaches the source that torch.fx writes for a graph.
 """
 
+import cmath
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
@@ -56,6 +57,8 @@ class Writer:
             return {"text": self.texts.setdefault(value, len(self.texts))}
         if isinstance(value, float) and not math.isfinite(value):
             return {"float": str(value)}
+        if isinstance(value, complex) and cmath.isfinite(value):
+            return {"complex": [value.real, value.imag]}
         if type(value) in PLAIN:
             return value
         if isinstance(value, Enum):
@@ -189,6 +192,7 @@ READS: dict[str, Callable[[Reader, Any], Any]] = {
     "dict": lambda reader, pairs: {reader.read(key): reader.read(value) for key, value in pairs},
     "slice": lambda reader, parts: slice(*map(reader.read, parts)),
     "float": lambda reader, text: NOT_FINITE[text],
+    "complex": lambda reader, parts: complex(*parts),
     "enum": lambda reader, content: allowed.enum(*content[:2])[content[2]],
     **{kind: (lambda reader, name, kind=kind: _of_torch(kind, name)) for kind in OF_TORCH},
 }
@@ -224,6 +228,8 @@ def _check_argument(value: Any) -> None:
             _check_argument(part)
     elif type(value) is slice:
         _check_argument([value.start, value.stop, value.step])
+    elif type(value) is complex and cmath.isfinite(value):
+        return  # torch.fx would write NaN as a name
     elif type(value) not in PLAIN and not isinstance(value, (fx.Node, *OF_TORCH.values())):
         raise ValueError(f"a {type(value).__name__} is no argument of a call")
 

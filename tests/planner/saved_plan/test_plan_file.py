@@ -1,5 +1,6 @@
 """A plan saved as .pt is the plan on every rank that loads it: its tables, lowered stages, and losses to the bit."""
 
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -199,6 +200,21 @@ def test_only_ops_and_functions_of_passes_are_called(target: list[str]) -> None:
         Reader([], [], {}).read({"graph": rows})
 
 
+def test_a_complex_number_that_fx_would_write_as_a_name_is_no_argument() -> None:
+    rows = [
+        [
+            "call_function",
+            "call",
+            ["op", "aten.mul.Tensor"],
+            {"tuple": [{"complex": [math.nan, 0.0]}]},
+            {"dict": []},
+            [],
+        ]
+    ]
+    with pytest.raises(ValueError, match="complex is no argument"):
+        Reader([], [], {}).read({"graph": rows})
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -245,10 +261,11 @@ class Literal(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         scales = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        return F.cross_entropy(self.head(self.embed(ids) * scales).flatten(0, 1), labels.flatten())
+        turned = ((self.embed(ids) * scales) * (0.5 - 2j)).real
+        return F.cross_entropy(self.head(turned).flatten(0, 1), labels.flatten())
 
 
-def test_a_tensor_written_out_in_a_forward_is_in_the_plans_file(tmp_path: Path) -> None:
+def test_a_tensor_and_a_complex_number_of_a_forward_are_in_the_plans_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Literal()
     inputs = {"ids": {"shape": [8], "dtype": "int64", "high": 32}, "labels": {"like": "ids"}}
