@@ -36,7 +36,7 @@ from passes.base import LowerContext, StageGraph
 from passes.errors import PlanError
 from passes.moe import exchange
 from passes.ops import dropout as ops
-from passes.partition.batch.mixing import batch_runs
+from passes.partition.batch.mixing import batch_runs, is_in_line
 from passes.partition.sequence import facts
 from passes.partition.sequence.partition import scores_of
 from passes.program.builder import Builder
@@ -187,8 +187,8 @@ def name_draws(program: Program, micro: int) -> None:
     for site, node in enumerate(random):
         if node.target is not aten.dropout.default and node.target not in KINDS:
             raise _refused(node, "draws without one number per element")
-        find = _of_batch if node in on_batch else _of_sizes
-        node.meta["draw"] = Draw(site, shape_of(node), *find(node, runs, micro))
+        found = _of_batch(node, runs, micro) if node in on_batch else _of_sizes(program, node, runs, micro)
+        node.meta["draw"] = Draw(site, shape_of(node), *found)
 
 
 def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
@@ -203,22 +203,15 @@ def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
     return next(iter(found)), True
 
 
-def _of_sizes(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
+def _of_sizes(program: Program, node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
     """Of numbers that are drawn without the batch: a drop path draws one for each sequence, other ops for all.
 
-    They are for a sequence each if their first dim is aligned with the batch of the other operand.
+    They are for a sequence each if their first dim is aligned with the batch of the other operands.
     """
-    reader, last = node, node
-    while reader not in runs or not runs[reader]:
-        last = reader
-        if len(last.users) != 1 or shape_of(last) != shape_of(node):
-            return None, False
-        (reader,) = last.users
-    first = len(shape_of(reader)) - len(shape_of(node))
-    is_for_each = shape_of(last)[:1] == (micro,) and (first, 1, micro) in (runs[reader] or ())
-    if micro == 1 and shape_of(node)[:1] == (1,):
-        return None, first == 0
-    return ((0, 1, micro), True) if is_for_each else (None, False)
+    run = 0, 1, micro
+    if shape_of(node)[:1] != (micro,) or not is_in_line(program, node, run, runs):
+        return None, False
+    return None if micro == 1 else run, True
 
 
 def _refused(node: fx.Node, what: str) -> PlanError:

@@ -101,13 +101,48 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class OwnMasks(Model):
+    """``way``: tokens are hidden; their weights in the mean are dropped; some are kept, as a masked autoencoder does.
+
+    The mean is over numbers that are drawn for each token.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__(nn.Sequential(Block(), Block()))
+        self.way = way
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        valid = labels >= 0
+        weights, x = valid.to(self.positions.dtype), self.tokens(input_ids) + self.positions
+        if self.way == "weighted":
+            weights = F.dropout(weights, P, self.training)
+        elif self.way == "hidden":
+            hidden = torch.rand(labels.shape) < 0.4
+            weights, x = weights * hidden, x.masked_fill(hidden.unsqueeze(-1), 0.0)
+        if self.way == "kept":
+            scores = torch.rand(labels.shape)
+            kept = scores.argsort(1)[:, :8]
+            places = kept.unsqueeze(-1).expand(-1, -1, WIDTH)
+            weights = weights * torch.ones_like(scores).scatter(1, kept, 0.0)
+            x = self.positions.expand(x.shape).scatter(1, places, self.body(x.gather(1, places)))
+        else:
+            x = self.body(x)
+        each = F.cross_entropy(self.head(self.norm(x)).transpose(1, 2), labels, reduction="none")
+        return (each * weights).sum() / weights.sum()
+
+
 def _blocks(*args: Any) -> Entry:
     return Entry(Model(nn.Sequential(Block(*args), Block(*args))), tokens(VOCABULARY, length=16), ("labels",))
+
+
+def _masked(way: str) -> Entry:
+    return Entry(OwnMasks(way), tokens(VOCABULARY, length=16), ("labels",))
 
 
 MODELS: dict[str, Callable[[], Entry]] = {
     **{f"dropping:{way}": partial(_blocks, way) for way in ("causal", "booleans", "numbers", "groups")},
     **{f"dropping:{f.__name__}": partial(_blocks, "causal", f) for f in (drop_path, drop_path_of_uniform, noise)},
     "dropping:integers": partial(_blocks, "causal", integers),
+    **{f"dropping:{way}": partial(_masked, way) for way in ("weighted", "hidden", "kept")},
     "dropping:time_first": lambda: Entry(Model(TimeFirst()), tokens(VOCABULARY, length=16), ("labels",)),
 }

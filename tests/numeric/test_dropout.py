@@ -114,6 +114,16 @@ def test_masks_follow_elements_not_ranks(name: str) -> None:
         torch.testing.assert_close(spread.gradients[parameter], gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["dropping:weighted", "dropping:hidden", "dropping:kept", "dropping:drop_path"])
+def test_masks_follow_sequences_and_so_do_counts_of_them(name: str) -> None:
+    """A mean over weights that are drawn is over those of the global batch, and each microbatch draws its own."""
+    alone, spread = _ran(name, {}), _ran(name, {"dp": 2})
+    assert not [row.what for row in spread.plan.diagnostics if row.level == "warning"]
+    torch.testing.assert_close(spread.loss, alone.loss, rtol=1e-12, atol=0)
+    for parameter, gradient in alone.gradients.items():
+        torch.testing.assert_close(spread.gradients[parameter], gradient, rtol=1e-10, atol=1e-12)
+
+
 def test_what_has_no_number_for_each_element_is_refused_by_line() -> None:
     with pytest.raises(PlanError, match=r"aten\.randint.* draws without one number per element") as error:
         _ran("dropping:integers", {})

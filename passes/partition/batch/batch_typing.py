@@ -50,7 +50,7 @@ from passes.partition.loss.kinds import (
 )
 from passes.partition.loss.parts import UNITS, ByRule, Joins, Likeness, Parts
 from passes.partition.loss.scaling import Scaling
-from passes.program.ops.aten import arguments, aten, cut_of, shape_of, splits
+from passes.program.ops.aten import arguments, aten, cut_of, is_random, shape_of, splits
 from passes.program.ops.groups import CROSS_ENTROPIES
 from passes.program.program import Program
 
@@ -176,7 +176,7 @@ class Typing:
             return whole if known else unknown
         if not changed:
             return whole
-        alike = node.target is aten.expand.default
+        alike = node.target is aten.expand.default or is_random(node)
         return Kind(ROWS, next(iter(changed))) if alike and len(changed) == 1 else unknown
 
     def _cut(self, node: fx.Node, cut: tuple[fx.Node, int, int, int]) -> Kind:

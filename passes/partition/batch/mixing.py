@@ -185,7 +185,26 @@ def batch_runs(
     return flow
 
 
-def _dims_of(node: fx.Node, flow: dict[fx.Node, Dims | None]) -> Dims | None:
+def is_in_line(program: Program, node: fx.Node, run: Run, runs: Mapping[fx.Node, Dims | None]) -> bool:
+    """Whether sequences along ``run`` of a value without the batch are aligned with those of the batch in all ops that
+    read both. ``runs``: those of the batch.
+    """
+    flow, made, meets = {**runs, node: frozenset({run})}, {node}, False
+    for reader in program.graph.graph.nodes:
+        given = made.intersection(reader.all_input_nodes) if reader.op == "call_function" else ()
+        if not given:
+            continue
+        along = _dims_of(reader, flow)
+        if not runs[reader]:
+            flow[reader] = along
+            made.add(reader)
+        elif along != runs[reader]:
+            return False
+        meets |= bool(runs[reader]) and any(flow[n] for n in given)
+    return meets
+
+
+def _dims_of(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
     """A sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
     passes on the dims of the result only."""
     rule, operands = rule_of(node), operands_of(node)

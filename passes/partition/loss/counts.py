@@ -29,7 +29,7 @@ from torch import fx
 from passes.canonical.products import NOTHING_IGNORED
 from passes.partition.loss.kinds import LOOSE, MEAN, ROWS, SHARE, SUM, UNKNOWN, WHOLE, Kind, counts_inputs
 from passes.program.builder import Builder, bare
-from passes.program.ops.aten import arguments, aten, has_floats, named, packet_of
+from passes.program.ops.aten import arguments, aten, has_floats, is_random, named, packet_of
 from passes.program.ops.groups import CROSS_ENTROPIES, LOOKUPS, MOVES, PLACING, is_grouped
 from passes.program.ops.sequence import local_rows, over_data
 from passes.program.program import Program
@@ -132,13 +132,16 @@ def _joined(build: Builder, holders: list[fx.Node], value: torch.Tensor) -> fx.N
 
 
 def input_only(program: Program) -> dict[str, bool]:
-    """Nodes that depend on batch tensors, buffers and constants alone → whether on a batch tensor."""
+    """Nodes that depend on batch tensors, buffers and constants alone → whether on a batch tensor.
+
+    Random numbers are of one forward: a count would draw others.
+    """
     found: dict[str, bool] = {}
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":
             if node.name not in program.parameters:
                 found[node.name] = node.name in program.inputs
-        elif node.op == "call_function" and all(n.name in found for n in node.all_input_nodes):
+        elif node.op == "call_function" and not is_random(node) and all(n.name in found for n in node.all_input_nodes):
             found[node.name] = any(found[n.name] for n in node.all_input_nodes)
     return found
 
