@@ -11,7 +11,6 @@ from passes.lowering import Lowering
 from passes.moe.find import find_experts
 from passes.moe.layers import Experts
 from passes.moe.open import open_experts
-from passes.moe.token_rows import check_places
 from passes.partition.sequence.cut import cut_sequence
 from passes.partition.sequence.facts import Context
 from passes.partition.sequence.own_keys import keep_own_keys
@@ -49,7 +48,6 @@ def opened(program: Program, spec: Spec, mesh: Mesh, cluster: Cluster | None) ->
         keep_own_keys(program, context, mesh.tp)
     nodes, dense = nodes_of_experts(mesh, cluster), "" if spec.cuda_graphs.impl == "none" else "cuda_graphs"
     experts = open_experts(program, found, mesh, nodes=nodes, dense=dense)
-    check_places(program)
     return Opened(program, context, experts, mesh.cp > 1 or mesh.has_expert_axes or experts != found, cluster)
 
 

@@ -75,6 +75,12 @@ class Opening:
         if not self.routing.are_distinct:
             raise self.refusal(self.routing.chosen[0], "its choices are not the result of one topk")
 
+    def check_named(self, weights: Iterable[fx.Node]) -> None:
+        """``weights``: values made of weights alone."""
+        if drawn := sorted(node for node in weights if "draw" in node.meta):
+            error = self.refusal(drawn[0], "layout_invariant dropout has no names for elements of weights")
+            raise PlanError(error.what, where=error.where, fix=f"write dropout: fast; or {error.fix}")
+
     def check_read(self, stacks: Iterable[fx.Node], inside: Collection[fx.Node]) -> None:
         for stack in stacks:
             if any(u not in inside for u in stack.users):
@@ -88,6 +94,7 @@ class StackOpening(Opening):
         super().__init__(program, layer, layers, ep)
         self.stacks = _stacks_of(program, layer)
         self.of_stacks = made_of(self.stacks)
+        self.check_named(self.of_stacks)
 
     def stack_dims(self) -> dict[fx.Node, int]:
         """The dim of experts of all of these."""

@@ -52,6 +52,7 @@ class LoopOpening(Opening):
         """Raises the error of the refusal for a stack with another reader."""
         parts = [self._parts_of(weight) for weight in self.layer.weights]
         self.weights = [made_of(chain(*own)) for own in zip(*parts, strict=True)]
+        self.check_named(chain(*self.weights))
         self.bodies = [
             sorted(between(weights, tips, lambda n: n not in self.apart) - weights)
             for weights, tips in zip(self.weights, self.tips, strict=True)

@@ -26,15 +26,12 @@ from math import prod
 import torch
 from torch import Tensor, fx
 
-from passes.errors import PlanError
 from passes.moe import exchange
-from passes.moe.domain import ROWS, Domain, domain_of
+from passes.moe.domain import ROWS, Domain
 from passes.moe.layers import Refusal, check_draws
 from passes.program.builder import Builder, arguments_with
 from passes.program.ops.aten import aten, is_random, shape_of
 from passes.program.ops.groups import WITH_SIZES
-from passes.program.program import Program
-from passes.program.source_lines import where_of
 from passes.rules.call import operands_of
 from passes.rules.follow import rule_by_rows
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
@@ -319,15 +316,3 @@ class DroppedRows:
         made = build.call(exchange.drop_rows, rows, node.args[1], names, sites, **given)
         made.meta["draw"] = Draw(draw.site, draw.shape[lead:], None, by_sample=False)
         return made
-
-
-def check_places(program: Program) -> None:
-    """Raise PlanError, at its line, for named draws of rows that experts hold, but for dropout by their tokens."""
-    for node in program.graph.graph.nodes:
-        if "draw" in node.meta and domain_of(node) is not None and node.target is not exchange.drop_rows:
-            raise PlanError(
-                f"dropout: layout_invariant: {node.target} acts on the rows of experts with ep or etp, "
-                f"{list(shape_of(node))}",
-                where=where_of(node),
-                fix="write dropout: fast, or draw by F.dropout in experts of a loop over modules",
-            )

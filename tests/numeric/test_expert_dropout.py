@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.errors import PlanError
@@ -90,6 +91,27 @@ def test_the_same_elements_are_dropped_on_every_layout(way: experts.Way, layout:
 def test_they_are_dropped() -> None:
     losses = [run_mesh(made(experts.masks, p), batch_of(4), LAYOUTS["dp2·ep2"], **INVARIANT).loss for p in (0.25, 0.0)]
     assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def of_weights(layer: experts.Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+    """A loop that drops elements of the experts' weights."""
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        made = F.linear(x, F.dropout(expert[0].weight, 0.25))[..., : x.shape[-1]]
+        y = y + made * (probs * (chosen == number)).sum(-1, keepdim=True)
+    return y
+
+
+def test_elements_of_weights_have_no_names_over_ep() -> None:
+    with pytest.raises(PlanError, match="no names for elements of weights") as refused:
+        plan_again(made(of_weights)(), spec_of(batch_of(4), LAYOUTS["dp2·ep2"], **INVARIANT))
+    assert refused.value.fix.startswith("write dropout: fast")
+
+
+@pytest.mark.thorough
+def test_experts_with_elements_of_weights_left_out_compute_every_token_on_one_rank() -> None:
+    rows = plan_again(made(of_weights)(), spec_of(batch_of(4), {}, **INVARIANT)).diagnostics
+    assert any("computes every token" in row.what and "of weights" in row.what for row in rows)
 
 
 @pytest.mark.check
