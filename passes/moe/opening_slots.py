@@ -10,7 +10,7 @@ treat experts and slots as batch dims.
     limit  = C, if an expert was shown to fill as many of its C slots as tokens chose it, and no more
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -32,11 +32,14 @@ MIXED = "the result of one slot of one expert depends on others"
 
 
 class OfSlots(Opening):
-    """Owns the names of what was ``sent``, and ``limit``, which is known then."""
+    """Owns the names of what was ``sent``, and ``limit``, which is known then. ``inside``: calls on slots; ``entries``:
+    values that they read from outside, with the first reader."""
 
     FIX = "compute each slot with only its expert, with separate dims for experts and slots"
     sent: tuple[str, ...] = ()
     limit = 0
+    inside: set[fx.Node]
+    entries: dict[fx.Node, fx.Node]
 
     def send(self, build: Builder, value: fx.Node, experts: int, slots: int) -> fx.Node:
         """Its slots on the ranks of their experts."""
@@ -53,24 +56,25 @@ class OfSlots(Opening):
         """The layer, with what is sent."""
         return replace(self.layer, sent=self.sent, limit=self.limit, tips=())
 
-    def dims(
-        self,
-        first: Sequence[fx.Node],
-        experts: int,
-        calls: Collection[fx.Node],
-        check: Callable[[dict[fx.Node, int]], None],
-    ) -> dict[fx.Node, int]:
+    def slot_dims(self, first: Sequence[fx.Node], experts: int) -> dict[fx.Node, int]:
         """The dim of slots of every value, found from one of the dims of the ``first`` beside that of ``experts``. If
         all calls keep several, the last."""
         refused = self.refusal(first[0], "its experts have no slots")
         for dim in reversed([d for d in range(len(shape_of(first[0]))) if d != experts]):
             try:
-                found = follow(dict.fromkeys(first, dim), calls, self.refusal, MIXED)
-                check(found)
+                found = follow(dict.fromkeys(first, dim), self.inside, self.refusal, MIXED)
+                self.check_known(found, "has no slots, or only some of them")
                 return found
             except PlanError as error:
                 refused = error
         raise refused
+
+    def check_known(self, known: dict[fx.Node, int], why: str) -> None:
+        for value in (*sorted(self.inside), *self.entries):
+            if value not in known:
+                is_lost = value not in self.entries and any(n in known for n in value.all_input_nodes)
+                told = MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
+                raise self.refusal(self.entries.get(value, value), told)
 
     def _counts(self, build: Builder, groups: int) -> fx.Node:
         size, chosen = self.layer.num_experts, self.routing.chosen
@@ -99,38 +103,31 @@ class SlotOpening(OfSlots, RunsOpening):
 
     def run(self) -> ExpertLayer:
         experts = follow(self.stacks, (self.inside | self.of_stacks) - set(self.stacks), self.refusal, MIXED)
-        self._check_known(experts, "has no dim of experts")
-        first, no_slots = next(iter(self.entries)), "has no slots, or only some of them"
-        slots = self.dims([first], experts[first], self.inside, lambda found: self._check_known(found, no_slots))
+        self.check_known(experts, "has no dim of experts")
+        first = next(iter(self.entries))
+        slots = self.slot_dims([first], experts[first])
         self.enter(lambda value, build: self.send(build, value, experts[value], slots[value]))
         self.leave(lambda node, build: build.call(exchange.return_slots, node, experts[node], slots[node]))
         self.mark(experts, lambda node: Domain(experts=experts[node], slots=slots[node]))
         return self.with_slots()
-
-    def _check_known(self, known: dict[fx.Node, int], why: str) -> None:
-        for value in (*sorted(self.inside), *self.entries):
-            if value not in known:
-                is_lost = value not in self.entries and any(n in known for n in value.all_input_nodes)
-                told = MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
-                raise self.refusal(self.entries.get(value, value), told)
 
 
 # ---- branches
 
 
 class SlotBranchOpening(OfSlots, LoopOpening):
-    """Owns for each expert its part of the slots, and ``inside``: the calls of all branches."""
+    """Owns for each expert its part of the slots."""
 
     def run(self) -> ExpertLayer:
         self.join = self._joined()
         self.hold_weights()
         self.parts = [self._part(e) for e in range(self.layer.num_experts)]
-        self.inside = {n for body in self.bodies for n in body}
+        self.inside, self.entries = {n for body in self.bodies for n in body}, {}
         first = self.parts[0]
         readers = {user for p in self.parts for user in p.node.users}
         if len({(p.whole, p.dim) for p in self.parts}) > 1 or not readers <= self.inside:
             raise self.refusal(self.join, "their branches read slices of several values")
-        slots = self.dims([p.node for p in self.parts], first.dim, self.inside, self._check_known)
+        slots = self.slot_dims([p.node for p in self.parts], first.dim)
         build = Builder(self.graph, min(p.node for p in self.parts), first.whole)
         sent = self.send(build, first.whole, first.dim, slots[first.node])
         for number in range(self.num_here):
@@ -169,10 +166,6 @@ class SlotBranchOpening(OfSlots, LoopOpening):
         check_draws(body, "slots", self.refusal)
         self.bodies[number] = sorted(body)
         return next(iter(found))
-
-    def _check_known(self, known: dict[fx.Node, int]) -> None:
-        if not self.inside <= known.keys():
-            raise self.refusal(min(self.inside), MIXED)
 
     # ---- the rewrite
 
