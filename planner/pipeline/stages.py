@@ -69,7 +69,11 @@ def assign_stages(
         _check_enough_blocks(num_blocks, mesh.pp, mesh.vpp)
     before, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
     if split == "auto":
-        layout = layout_of_sizes(sizes or balanced_sizes(_costs(program, anchor, after, num_blocks), mesh.pp, mesh.vpp))
+        if len(sizes) > 1 and sum(sizes) != num_blocks:
+            what = f"{num_blocks} blocks repeat at this length, and {sum(sizes)} at the longest one"
+            raise PlanError(what, where="inputs", fix="use one length, or set mesh.pp: 1")
+        kept = sizes if sum(sizes) == num_blocks else ()  # one stage has all blocks, however many a length has
+        layout = layout_of_sizes(kept or balanced_sizes(_costs(program, anchor, after, num_blocks), mesh.pp, mesh.vpp))
     else:
         layout = layout_of(split, mesh.pp, mesh.vpp, num_blocks, mesh.fold)
     stage = _stage_of_calls(anchor, layout, before, after)

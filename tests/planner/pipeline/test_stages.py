@@ -10,6 +10,8 @@ from passes.blocks.blocks import find_blocks
 from passes.errors import PlanError
 from passes.program.program import Program
 from planner.capture.export import capture
+from planner.mesh import Mesh
+from planner.pipeline.stages import assign_stages
 from tests.models.small import VOCABULARY, WIDTH, Body, Layer, captured, hugging_face, in_order, layers, tokens
 from tests.tools.stages_in_turn import check_equals_whole, sizes, stage_of_parameter, stages_of
 
@@ -350,3 +352,14 @@ def test_costs_of_stages_add_up_whatever_the_split() -> None:
     program = hugging_face("t5")
     totals = {sum(stages_of(program, pp).cost_of_stage) for pp in (1, 2, 3, 6)}
     assert len(totals) == 1
+
+
+def test_one_stage_has_all_blocks_of_a_length_and_several_refuse_other_numbers_of_them() -> None:
+    """Blocks may repeat at one length alone, as where experts have slots for a part of its tokens."""
+    program = hugging_face("gpt2")
+    blocks = find_blocks(program)
+    count = len(blocks.instances)
+    assert sizes(assign_stages(program, blocks, Mesh(), sizes=(count - 1,))) == [count]
+    assert sizes(assign_stages(program, blocks, Mesh(pp=2), sizes=(1, count - 1))) == [1, count - 1]
+    with pytest.raises(PlanError, match=f"{count} blocks repeat at this length, and {count + 1} at the longest one"):
+        assign_stages(program, blocks, Mesh(pp=2), sizes=(1, count))
