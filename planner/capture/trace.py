@@ -139,7 +139,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
         watch.refuse_changing()
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_schedules(forward.kwargs))
-    made = Traced(exported, [*gradients.notes, *watch.notes], list(gradients.regions.told()), asked, others)
+    made = Traced(exported, [*gradients.notes], [*gradients.regions.told(), *watch.remarks], asked, others)
     made.gradient, made.first = gradients.asked_at, first
     return made
 
@@ -202,7 +202,7 @@ def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: b
         if are_alike and found is not None:
             exported = _named(first.at(found), forward.model)
             earlier.was_repeated |= not is_known
-            notes, told = [*gradients.notes, *watch.notes], list(gradients.regions.told())
+            notes, told = [*gradients.notes], list(gradients.regions.told())
             return Traced(exported, notes, told, forward.questions(Assumptions()), [], gradient=gradients.asked_at)
     return None
 

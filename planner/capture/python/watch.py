@@ -35,10 +35,10 @@ STATE_FIX = "a plan is the same for every step: pass changing values as inputs o
 
 
 class ForwardWatch:
-    """Owns the snapshot of the model's Python state before its forward. ``notes``: for the user."""
+    """Owns the snapshot of the model's Python state before its forward. ``remarks``: for the user, with lines."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
-        self.notes: list[str] = []
+        self.remarks: list[tuple[str, Where]] = []
         self._model, self._exchange, self._mode = model, exchange, mode
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._fixed = {**dict(model.named_buffers()), **frozen}
@@ -138,7 +138,7 @@ class ForwardWatch:
     @property
     def left_nothing(self) -> bool:
         """Whether all calls computed the same, and left no state that a next one could read."""
-        return bool(self._calls) and not self._changes and not self.doubts and self.unlike is None and not self.notes
+        return bool(self._calls) and not self._changes and not self.doubts and self.unlike is None and not self.remarks
 
     def _call(self, kwargs: Mapping[str, Any]) -> None:
         with suppress(Exception), CertainDraws(self.check), self._mode:
@@ -261,9 +261,9 @@ class ForwardWatch:
             raise self._depends(where_of(differing), read)
 
     def note_reads(self) -> None:
-        """Note that clocks and identifiers were read, and did not matter."""
+        """Remark that clocks and identifiers were read, and did not matter."""
         read = dict.fromkeys(self._draws.doubts)
-        self.notes += [f"the forward reads {what} at {where}: its result did not depend on it" for what, where in read]
+        self.remarks += [(f"the forward reads {what}: its result did not depend on it", where) for what, where in read]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors that the forward left and that are made of constant values, while the tracer knows them."""

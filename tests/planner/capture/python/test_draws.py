@@ -75,15 +75,13 @@ def test_what_decides_nothing_is_planned_and_leaves_the_model_alone(middle: Midd
     assert_planned_and_left_alone(Model(middle))
 
 
-def test_a_clock_that_decides_nothing_is_told_with_its_line() -> None:
-    (told,) = [row.what for row in plan(Model(timed), SPEC).diagnostics if "reads the time" in row.what]
-    assert "test_draws.py" in told
-
-
-def test_an_identifier_that_names_something_is_told_with_its_line() -> None:
-    told = [row.what for row in plan(Model(named), SPEC).diagnostics if "reads an identifier (uuid4)" in row.what]
-    assert len(told) == 1
-    assert "test_draws.py" in told[0]
+@pytest.mark.parametrize(
+    ("middle", "what"), [(timed, "the time"), (named, "an identifier (uuid4)")], ids=["clock", "id"]
+)
+def test_a_value_that_decides_nothing_is_told_with_its_line_and_is_no_warning(middle: Middle, what: str) -> None:
+    (told,) = [row for row in plan(Model(middle), SPEC).diagnostics if f"reads {what}" in row.what]
+    assert "test_draws.py" in told.where
+    assert told.level == "info"
 
 
 def test_a_log_record_made_in_the_forward_is_no_question_for_the_time() -> None:
