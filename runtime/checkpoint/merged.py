@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.errors import PlanError, first_line
+from passes.errors import PlanError, refusing
 from planner.capture.model.hub_format import Adapted, adapted, describe_adapters, held_by, in_its_dtype
 from planner.capture.model.reference import CONFIG, load_model
 from planner.capture.model.reference import named as wrapped
@@ -168,11 +168,8 @@ def merged_without_values(adapted: Adapted) -> nn.Module:
     if not hasattr(adapted.module, "merge_and_unload"):
         what = "these adapters add to the base's inputs or activations, not to its weights: they cannot be merged"
         raise PlanError(what, where=methods, fix=fix)
-    try:
-        with torch.no_grad():
-            return copy.deepcopy(adapted.module).merge_and_unload()
-    except Exception as error:  # of peft, of many kinds
-        raise PlanError(f"peft cannot merge these adapters: {first_line(error)}", where=methods, fix=fix) from None
+    with refusing("peft cannot merge these adapters", where=methods, fix=fix, of=(Exception,)), torch.no_grad():
+        return copy.deepcopy(adapted.module).merge_and_unload()
 
 
 def mergings_of(adapted: Adapted, base: nn.Module, cast: str | None) -> Iterator[Merging]:

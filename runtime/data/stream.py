@@ -10,13 +10,14 @@ Samples go first fit into the sequences of a step, which ends at the first one t
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from passes.errors import PlanError, first_line
+from passes.errors import PlanError, first_line, refusing
 from planner.named_code import NamedCode, is_named, line_of
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout, digest_of
@@ -128,15 +129,11 @@ class Stream:
 
     def _opened(self) -> Iterator[Any]:
         state, taken, self._state, self._taken = self._state, self._taken, None, 0
-        try:
+        with self._users_code():
             self._made = self._function(self._layout.dp_rank, self._layout.dp)
             if state is not None:
                 self._made.load_state_dict(state)
             items = iter(self._made)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of the user's code: it may derive from any class
-            raise self._failed(error) from error
         if state is not None:
             self._taken = taken
         while self._taken < taken:
@@ -144,14 +141,10 @@ class Stream:
         return items
 
     def _next(self, items: Iterator[Any]) -> Mapping[str, Any]:
-        try:
-            found = next(items)
-        except StopIteration:
-            raise StreamEnd from None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of the user's code: it may derive from any class
-            raise self._failed(error) from error
+        with self._users_code():
+            found = next(items, StreamEnd)
+        if found is StreamEnd:
+            raise StreamEnd
         self._taken += 1
         if not isinstance(found, Mapping):
             raise self._bad(f"is a {type(found).__name__}, not a dict")
@@ -249,16 +242,14 @@ class Stream:
         """Raises PlanError for a state that JSON does not hold."""
         waiting = [(ids.tolist(), is_label.astype(int).tolist()) for ids, is_label in self._waiting]
         has_state = hasattr(self._made, "state_dict")
-        try:
+        with self._users_code():
             state = json.loads(json.dumps(self._made.state_dict())) if has_state else None
-        except Exception as error:
-            raise self._failed(error) from error
         left = self._left.tolist()
         return {"taken": self._taken, "is_whole": self._is_whole, "state": state, "waiting": waiting, "left": left}
 
     def _bad(self, what: str) -> PlanError:
         return PlanError(f"item {self._taken - 1} of {self.source} {what}", where="--data", fix=_FIX)
 
-    def _failed(self, error: BaseException) -> PlanError:
-        where = f"item {self._taken} of {self.source}, for dp rank {self._layout.dp_rank} of {self._layout.dp}"
-        return PlanError(f"{where}: {first_line(error)}", where=line_of(error) or "--data", fix=_FIX)
+    def _users_code(self) -> AbstractContextManager[None]:
+        what = f"item {self._taken} of {self.source}, for dp rank {self._layout.dp_rank} of {self._layout.dp}"
+        return refusing(what, where=lambda error: line_of(error) or "--data", fix=_FIX)

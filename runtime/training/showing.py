@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from passes.errors import PlanError, first_line
+from passes.errors import PlanError, refusing
 from planner.frozen_plan import Plan
 from planner.named_code import NamedCode, line_of
 from planner.spec.spec import Spec
@@ -224,9 +224,6 @@ class Callback:
         self._takes_run = num_arguments == 2
 
     def __call__(self, row: StepRow, run: Run) -> None:
-        try:
+        what, fix = f"the callback failed after step {row.step}", "correct it, or remove --callback"
+        with refusing(what, where=lambda error: line_of(error) or "--callback", fix=fix, of=(Exception,)):
             self._function(row, run) if self._takes_run else self._function(row)
-        except Exception as error:
-            what = f"the callback failed after step {row.step}: {first_line(error)}"
-            fix = "correct it, or remove --callback"
-            raise PlanError(what, where=line_of(error) or "--callback", fix=fix) from error
