@@ -149,6 +149,15 @@ def class_weights_of_counts(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=1 / (1 + often))
 
 
+def weights_of_added_counts(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
+    """Each label weighs less the more often it stands in the batch, or near it."""
+    classes, valid = labels.clamp(min=0).flatten(), (labels != IGNORED).to(logits.dtype).flatten()
+    often = logits.new_zeros(logits.shape[-1]).scatter_add(0, classes, valid)
+    near = torch.zeros(2, logits.shape[-1] // 2).to(logits.dtype).flatten().index_add(0, classes // 2, valid)
+    weights = valid / (1 + often[classes] + near[classes // 2])
+    return (rows(logits, labels).flatten() * weights).sum() / weights.sum()
+
+
 # ---- loops, chunks and stacks
 
 
@@ -305,6 +314,7 @@ SHAPES: dict[str, Loss] = {f.__name__: f for f in (
     penalty_each, guarded, stacked_terms, gathered, shifted, preferences, odds_ratio, cosine_embedding,
     margin_ranking, ranges_of_rows, margins, own_targets, weights_normed_then_masked, mean_that_nothing_else_reads,
     whitened_sequences, rewards_by_their_deviation, returns_by_position, class_weights_of_counts,
+    weights_of_added_counts,
 )}  # fmt: skip
 SHAPES |= {
     "ones_like_labels": lambda logits, labels, _: rows(logits, labels).sum() / torch.ones_like(labels).sum(),

@@ -81,6 +81,8 @@ class Typing:
             aten.cat.default: self.joins.cat,
             aten.index.Tensor: self._index,
             aten.reshape.default: self._reshaped,
+            aten.scatter_add.default: self._placed,
+            aten.index_add.default: self._placed,
         }
         self._from_inputs = input_only(program)
         self._pieces: set[fx.Node] = set()  # cuts that equal a concatenated piece
@@ -297,6 +299,15 @@ class Typing:
         if x == Kind(ROWS, like=x.like) and own and all(k.name == WHOLE or k == Kind(ROWS, like=k.like) for k in rest):
             return Kind(ROWS) if self.captures.changed(node) == {0} else unknown
         return self._joined(node, given)
+
+    def _placed(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
+        """Rows added to places of zeros that are as many in every batch: counts of each class."""
+        args: Any = node.args
+        zeros, dim, *rows = args
+        kinds, constants = [self._given(node, n) for n in rows], self.scaling.first
+        start = constants.value(zeros) if zeros in constants.nodes and self._given(node, zeros).name == WHOLE else None
+        along = all((k.name, k.dim, k.part) == (ROWS, 0, None) for k in kinds)
+        return share if dim == 0 and along and start is not None and not start.any() else self._joined(node, given)
 
     def _reshaped(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
         """The batch stays a dim, or the outer part of one; else its rows are not in its order any more."""
