@@ -114,7 +114,9 @@ RULES: dict[Any, Builder] = (
     | {sum_over_ranks: along.elementwise}
     # by elements, beside those that PyTorch tags
     | packets("alias dropout feature_dropout native_dropout _to_copy lift_fresh_copy", along.elementwise)
-    | packets("zeros_like ones_like full_like empty_like rand_like randn_like bernoulli exponential", along.like)
+    | packets(
+        "zeros_like ones_like full_like empty_like rand_like randn_like bernoulli exponential uniform", along.like
+    )
     | packets("type_as", along.shaped_like)
     | packets("zeros ones full empty new_zeros new_ones new_full new_empty rand randn", along.new)
     # along dims

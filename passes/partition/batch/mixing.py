@@ -204,9 +204,26 @@ def is_in_line(program: Program, node: fx.Node, run: Run, runs: Mapping[fx.Node,
     return meets
 
 
+def _of_parts(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
+    """Of a user's own backward: the rows of its operands, if it was shown to work part by part along them."""
+    held = [(n, flow.get(n)) for n in operands_of(node)]
+    if any(runs is None or len(runs) > 1 for _, runs in held):
+        return None
+    places = tuple(next((dim for dim, *_ in runs or ()), None) for _, runs in held)
+    rows = {(step, count, shape_of(n)[dim]) for n, runs in held for dim, step, count in runs or ()}
+    dims = [cut.dim for cut in node.target.facts.cuts if cut.inputs == places]  # pyright: ignore
+    if len(rows) != 1 or not dims:
+        return None
+    ((step, count, size),) = rows
+    is_whole = all(x.shape[dims[0]] == size for x in tensors_of(node))
+    return frozenset({(dims[0], step, count)}) if is_whole else None
+
+
 def _dims_of(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
     """A sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
     passes on the dims of the result only."""
+    if _has_own_backward(node):
+        return _of_parts(node, flow)
     rule, operands = rule_of(node), operands_of(node)
     if rule is None or any(flow.get(n) is None for n in node.all_input_nodes):
         return None

@@ -23,7 +23,7 @@ from torch import fx
 
 from passes.program.known_values import value_of
 from passes.program.ops.aten import aten, draws, named, packet_of, reduced_dims, shape_of
-from passes.program.ops.groups import BEST, FILLED, RESHAPES, SAME, SORTS, WITH_SIZES, is_grouped
+from passes.program.ops.groups import BEST, FILLED, JOINS, RESHAPES, SAME, SORTS, WITH_SIZES, is_grouped
 from passes.rules.follow import follow
 from passes.types.types import Run
 
@@ -77,10 +77,13 @@ def restored_orders(graph: fx.Graph, on_batch: Collection[fx.Node]) -> list[Rest
 
 
 def _number_of_experts(ids: fx.Node) -> int:
-    """E, if ``ids`` are among 0 … E − 1: the places of the best along a dim of E, or of elements that are picked along
-    one, as PyTorch refuses others there. 0 if they are not shown to be.
+    """E, if ``ids`` are among 0 … E − 1: the places of the best along a dim of E, joined ones too, or of elements that
+    are picked along one, as PyTorch refuses others there. 0 if they are not shown to be.
     """
     ids = _source(ids)
+    if ids.target in JOINS:
+        joined = {_number_of_experts(part) for part in ids.all_input_nodes}
+        return joined.pop() if len(joined) == 1 else 0
     call: Any = ids.args[0] if ids.target is getitem and ids.args[1] == 1 else ids
     calls = [call] if call.target in BEST else []
     calls += [user for user in ids.users if packet_of(user.target) is aten.gather and named(user)["index"] is ids]

@@ -229,7 +229,7 @@ FAMILIES: dict[str, list[tuple[Any, ...]]] = {
         (real(2, 4, 3, 3), [6, 6], False)
     ],
     "grid_sampler": [(real(2, 4, 3, 3), real(2, 6, 2, 2), 0, 0, False)],
-    "zeros_like ones_like empty_like rand_like randn_like bernoulli exponential": [(real(4, 6).sigmoid(),)],
+    "zeros_like ones_like empty_like rand_like randn_like bernoulli exponential uniform": [(real(4, 6).sigmoid(),)],
 }
 for dims in (1, 2, 3):
     pools = " ".join(f"{kind}_pool{dims}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max"))

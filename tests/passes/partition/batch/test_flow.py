@@ -11,7 +11,7 @@ from passes.partition.batch.mixing import batch_flow
 from planner import capture as capture_once
 from planner import plan
 from planner.capture.export import capture
-from tests.models import slots
+from tests.models import custom_functions, slots
 
 SPEC = {
     "mesh": {"tp": 2},
@@ -51,6 +51,13 @@ class TimeFirst(nn.Module):
         q, k, v = (z.reshape(t, b * 4, 4).transpose(0, 1) for z in (q, k, v))
         mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
         return mixed.transpose(0, 1).reshape(t, b, 16).transpose(0, 1)
+
+
+class Rounding(TimeFirst):
+    """Behind a user's own backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(custom_functions.Rounded.apply(x, 4))  # pyright: ignore
 
 
 class Mixing(nn.Module):
@@ -126,6 +133,7 @@ BODIES = [
     nn.Identity,
     Seq2Seq,
     TimeFirst,
+    Rounding,
     Mixing,
     Vector,
     Convolved,
@@ -160,6 +168,7 @@ def test_what_changes_with_the_batch_is_among_the_dims_that_may_hold_it(body: Ca
     [
         (Seq2Seq, 1),
         (TimeFirst, 1),
+        (Rounding, 1),
         (Vector, 1),
         (Convolved, 1),
         (Chosen, 1),
