@@ -93,10 +93,12 @@ def sliced(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
 
 
 def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    dim, index = dim_of(args, kwargs, 1), int(args[2])
+    dim, val = dim_of(args, kwargs, 1), node.meta["val"]
+    if isinstance(args[2], fx.Node):  # a tensor of one number, as an index
+        index = viewed(emit, args[2], [1])
+        return reshaped(emit, applied(emit, aten.index.Tensor, args[0], [*[None] * dim, index]), val)
     size = shape_of(args[0])[dim]
-    index %= size
-    val = node.meta["val"]
+    index = int(args[2]) % size
     selected = reshaped(emit, sliced(emit, args[0], dim, index, index + 1), val)
     if dim == 0:
         selected.meta["selected"] = True  # of size 1, if it looks like a view

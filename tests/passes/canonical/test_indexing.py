@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from planner.capture.export import capture
-from tests.models.one_body import OneBody
+from tests.models.one_body import OneBody, assert_capture_equals
 from tests.tools.canonical import canonical
 
 
@@ -52,6 +52,28 @@ def test_an_index_that_the_batch_gives_stays():
         return x[:, x[..., 0].argsort(-1)[0]]
 
     assert canonical(chosen).count("aten.index.Tensor(x, ") == 1
+
+
+def test_one_number_of_the_batch_is_an_index():
+    """As x[n] is captured: with the number in place of the tensor that holds it."""
+
+    def counted_from_the_end(_: OneBody, x: Tensor) -> Tensor:
+        return x + x[:, x.argmax() % 6 - 6].unsqueeze(1)
+
+    assert_capture_equals(OneBody(counted_from_the_end))
+    assert_expected_inline(
+        canonical(counted_from_the_end),
+        """\
+v0 = aten.argmax(x)
+v1 = aten.remainder.Scalar(v0, 6)
+v2 = aten.sub.Tensor(v1, 6)
+v3 = aten.reshape(v2, [1])
+v4 = aten.index.Tensor(x, [None, v3])
+v5 = aten.reshape(v4, [2, 8])
+v6 = aten.reshape(v5, [2, 1, 8])
+v7 = aten.add.Tensor(x, v6)
+""",
+    )
 
 
 def test_a_write_into_a_part_is_a_concatenation():
