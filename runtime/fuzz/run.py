@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from passes.errors import PlanError, Where
 from planner import Captured, capture, plan
@@ -109,11 +108,8 @@ def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Ou
 
 def _outcome(case: Case, captures: Captures, host: StoreHost) -> Outcome:
     """Raises PlanError if the case is refused."""
-    spec = Spec.load(case.to_spec())
-    captured = captures.of(case, spec)
-    decided = _planned(captured, spec)
     with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
-        return _compared(case, decided, captures, captured.model, spec, Path(folder), host)
+        return _compared(case, captures, host, Path(folder))
 
 
 def _planned(captured: Captured, spec: Spec) -> Plan:
@@ -122,9 +118,10 @@ def _planned(captured: Captured, spec: Spec) -> Plan:
     return decided
 
 
-def _compared(
-    case: Case, decided: Plan, captures: Captures, model: nn.Module, spec: Spec, folder: Path, host: StoreHost
-) -> Outcome:
+def _compared(case: Case, captures: Captures, host: StoreHost, folder: Path) -> Outcome:
+    spec = Spec.load(case.to_spec())
+    captured = captures.of(case, spec)
+    decided, model = _planned(captured, spec), captured.model
     decided.save(folder / "plan.json")
     loaded = Plan.load(folder / "plan.json")
     if loaded != decided or loaded.hash() != decided.hash():
