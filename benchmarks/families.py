@@ -116,6 +116,7 @@ def _built(member: Member) -> nn.Module:
     transformers.logging.set_verbosity_error()
     sizes = member.sizes | {key: LAYERS for key in _DEPTHS if key in member.sizes}
     sizes |= {k: (v * LAYERS)[:LAYERS] for k, v in sizes.items() if k == "layer_types" and isinstance(v, list)}
+    sizes |= {k: [*v] * (LAYERS // 2) for k, v in sizes.items() if k == "attention_types"}  # of two layers
     config = getattr(transformers, member.config)(**sizes)
     for key, value in vars(config).items():
         if key.endswith(("dropout", "drop", "pdrop", "drop_path_rate", "dropout_rate", "dropout_prob")):

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.batch.restored_orders import RestoredOrder
+from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
@@ -169,10 +169,11 @@ def dims_of(flow: Runs) -> dict[fx.Node, frozenset[int] | None]:
 
 
 def batch_runs(
-    program: Program, on_batch: Collection[fx.Node], orders: Iterable[RestoredOrder] = ()
+    program: Program, on_batch: Collection[fx.Node], orders: Iterable[RestoredOrder] | None = None
 ) -> dict[fx.Node, frozenset[Run] | None]:
-    """The same, each dim with the distance of two sequences along it, and their number. ``orders``: those known."""
+    """The same, each dim with the distance of two sequences along it, and their number. ``orders``: if known."""
     flow: dict[fx.Node, Dims | None] = {}
+    orders = restored_orders(program.graph.graph, on_batch) if orders is None else orders
     known = {node: order for order in orders for node in (*order.inside, *order.back)}
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":

@@ -1,6 +1,7 @@
 """Where one capture says that the batch may be, two captures of different sizes show it: nowhere else."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from passes.partition.batch.mixing import batch_flow
 from planner import capture as capture_once
 from planner import plan
 from planner.capture.export import capture
-from tests.models import custom_functions, slots
+from tests.models import custom_functions, slots, sorted_experts
+from tests.models.sorted_experts import Sorting
 
 SPEC = {
     "mesh": {"tp": 2},
@@ -211,7 +213,7 @@ class Stacked(nn.Module):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("inner", [Convolved, Chosen, Stacked])
+@pytest.mark.parametrize("inner", [Convolved, Chosen, Stacked, partial(Sorting, sorted_experts.by_places, hidden=16)])
 def test_dropout_has_a_layout_invariant_name_behind(inner: Callable[[], nn.Module]) -> None:
     made = plan(Model(Dropped(inner())).train(), SPEC | {"dropout": "layout_invariant"})
     draws = [n.meta["draw"] for n in made.to_run()[0].program.graph.graph.nodes if "draw" in n.meta]
