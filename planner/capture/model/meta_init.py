@@ -80,8 +80,8 @@ class _HugeOnMeta(TorchFunctionMode):
 
 def _bytes(args: tuple[Any, ...], given: dict[str, Any]) -> int:
     size = given.get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
-    dtype = given.get("dtype") or torch.get_default_dtype()
-    return prod(n for n in size if isinstance(n, int)) * dtype.itemsize
+    each = torch.empty(0, dtype=given.get("dtype")).itemsize  # the dtype may be one of Python's: bool, float
+    return prod(n for n in size if isinstance(n, int)) * each
 
 
 def buffer_value(model: nn.Module, fqn: str) -> Tensor:

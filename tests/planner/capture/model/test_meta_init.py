@@ -53,6 +53,12 @@ def test_meta_parameters_keeps_ties_flags_and_buffers():
     assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
+def test_a_factory_may_name_its_dtype_by_a_type_of_python():
+    with meta_parameters():
+        made = [torch.ones(2, 2, dtype=kind) for kind in (bool, int, float)]  # pyright: ignore
+    assert [x.dtype for x in made] == [torch.bool, torch.int64, torch.float64]
+
+
 def test_a_real_buffer_is_given_as_it_is():
     assert buffer_value(Offers(), "inner.0.steps").tolist() == [0, 2, 4, 6]
 
