@@ -116,8 +116,8 @@ def _built(member: Member) -> nn.Module:
     transformers.logging.set_verbosity_error()
     sizes = member.sizes | {key: LAYERS for key in _DEPTHS if key in member.sizes}
     sizes |= {k: (v * LAYERS)[:LAYERS] for k, v in sizes.items() if k == "layer_types" and isinstance(v, list)}
-    if "attention_types" in sizes:  # of two layers
-        sizes["attention_types"] = list[Any](sizes["attention_types"]) * (LAYERS // 2)
+    of_two: Any = sizes.get("attention_types")
+    sizes |= {} if of_two is None else {"attention_types": of_two * (LAYERS // 2)}
     config = getattr(transformers, member.config)(**sizes)
     for key, value in vars(config).items():
         if key.endswith(("dropout", "drop", "pdrop", "drop_path_rate", "dropout_rate", "dropout_prob")):
