@@ -27,8 +27,8 @@ from torch import fx
 
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
-from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
-from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
+from passes.program.ops.aten import arguments, aten, is_pointwise, packet_of, shape_of, tensors_of
+from passes.program.ops.groups import ADDING, JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
@@ -135,6 +135,8 @@ def _puts_elsewhere(node: fx.Node) -> bool:
 def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone: bool = False) -> bool:
     """``held``: the dims of each operand that hold the batch. Sequences of two operands may be combined in pairs;
     ``of_products_alone``: only products are asked for that."""
+    if node.target in ADDING:
+        return _adds_to_others(node, held)
     rule = rule_of(node) if any(held) and not _puts_elsewhere(node) else None
     if rule is None:
         return False
@@ -143,6 +145,18 @@ def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone:
         return True
     is_product = any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
     return (is_product or not of_products_alone) and any(_pairs(rule, f, held) for _, f in found)
+
+
+def _adds_to_others(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
+    """Whether rows of the batch are added to other rows than those of the batch, as to one for each class.
+
+    Counts without a gradient, as of the rows of each expert, are left out.
+    """
+    target, index, rows = operands_of(node)
+    dim = arguments(node)["dim"] % max(1, len(shape_of(target)))
+    is_along = dim in held[2] or (bool(held[1]) if len(shape_of(index)) == 1 else dim in held[1])
+    is_other = not held[0] and shape_of(target)[dim] != shape_of(rows)[dim]
+    return is_along and is_other and bool(rows.meta.get("grad"))
 
 
 def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:

@@ -186,7 +186,7 @@ class _Rewriter:
         """Values before the loss that may mix sequences."""
         is_alone = mixing.batch_size(self.program) == 1
         orders = [o for o in self.orders if is_alone or all(self.runs[node] is not None for node in o.back)]
-        apart = {node for order in orders for node in order.inside}
+        apart = {node for order in orders for node in (*order.inside, *order.back)}
         return [n for n in mixing.computed_along(self.program, self.on_batch, loss) if n not in apart]
 
     def _warn_of_other_orders(self, second: Program | None) -> None:

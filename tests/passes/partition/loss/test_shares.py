@@ -33,6 +33,11 @@ def shared(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[list[int],
     return captured, [where.code for _, where in terms.inexact], terms.denominators
 
 
+def by_class(x: Tensor, classes: Tensor) -> Tensor:
+    """The rows of each class added up: [8, features]."""
+    return torch.zeros(8, x.shape[-1]).index_add(0, classes.flatten(), x.flatten(0, 1))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "loss",
@@ -71,6 +76,7 @@ def test_a_loss_that_may_count_sequences_is_exact_by_a_second_capture(loss):
         lambda logits, labels, _: rows(logits, labels).pow(2).sum().sqrt(),
         lambda logits, labels, _: rows(logits, labels).max(),
         lambda logits, labels, _: F.cross_entropy(logits.sum(1) @ logits.sum(1).T, torch.arange(MICRO)),
+        lambda logits, labels, w: (by_class(logits, labels.clamp(min=0)) - w @ w.T).pow(2).sum(),
     ],
 )
 def test_a_loss_that_is_no_sum_over_the_batch_is_told_with_its_line(loss):
@@ -157,6 +163,13 @@ MIXES = {
     "flipped": lambda x: x + x.flip(0),
     "rows in another order": lambda x: x + x.index_select(0, torch.arange(x.shape[0]).flip(0)),
     "a custom backward": lambda x: Less.apply(x, 0),
+    "added to classes": lambda x: x + by_class(x, torch.arange(x.shape[0] * x.shape[1]) % 3)[:1],
+    "mean of classes": lambda x: (
+        x
+        + x.new_zeros(1, x.shape[2]).scatter_reduce(
+            0, torch.zeros_like(x.flatten(0, 1), dtype=torch.int64), x.flatten(0, 1), "mean"
+        )
+    ),
 }
 APART = {
     "rows written in place": rows_written,
@@ -170,6 +183,12 @@ APART = {
     "batch normalisation by the statistics that it holds": lambda x: F.batch_norm(
         x.transpose(1, 2), torch.zeros(x.shape[2]), torch.full((x.shape[2],), 2.0)
     ).transpose(1, 2),
+    "added to rows": lambda x: (
+        x
+        + torch.zeros_like(x.flatten(0, 1))
+        .index_add(0, torch.arange(x.shape[0] * x.shape[1]), x.flatten(0, 1))
+        .view_as(x)
+    ),
     "largest": lambda x: x.topk(2, sorted=False)[0].sum(-1, keepdim=True) * x,
 }
 
@@ -203,9 +222,9 @@ class OfIds(Mixed):
 
 IDS_MIXED = {
     "largest of all": lambda ids: ids.max() + 1,
-    "spread of a column": lambda ids: ids.float().std(0)[None, :, None],
+    "middle of a column": lambda ids: ids.float().median(0).values[None, :, None],
     "any padding": lambda ids: (ids == 0).any().float() + 1,
-    "behind a cast and a view": lambda ids: ids.flatten().float().std().view(1, 1, 1),
+    "behind a cast and a view": lambda ids: ids.flatten().float().amax().view(1, 1, 1),
 }
 IDS_APART = {
     "largest of its own": lambda ids: ids.amax(1)[:, None, None],
@@ -226,6 +245,15 @@ def by_mean_of_columns(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
     kept = (labels != IGNORED).to(logits.dtype)
     scale = kept.sum(0, keepdim=True) / kept.sum((0, 1), keepdim=True).clamp(min=1) + kept.mean(0)
     return (rows(logits, labels) * scale).sum() / torch.ones_like(kept).sum().clamp(min=1.0)
+
+
+def test_spreads_of_batch_tensors_that_meet_a_weight_are_those_of_the_global_batch():
+    def spread(ids: Tensor) -> Tensor:
+        return ids.double().std(0)[None, :, None] + ids.flatten().double().std().view(1, 1, 1)
+
+    found = loss_shares.shared(lambda: OfIds(spread), MICRO, NUM_MICROBATCHES)
+    assert found.difference < 1e-12
+    assert not found.is_told
 
 
 @pytest.mark.thorough
