@@ -147,7 +147,7 @@ class Experts(nn.Module):
         rows = x.flatten(0, 1)
         scores = self.router(rows)
         if self.skips_empty:
-            scores = scores - 2.0 * (torch.arange(4, device=x.device) == 3)
+            scores = scores - 2.0 * (torch.arange(4, device=x.device) == 3).to(scores.dtype)
         weights, chosen = self._chosen(scores.softmax(-1), x)
         if self.kind == "rows":
             made = torch.zeros_like(rows)
