@@ -27,7 +27,7 @@ from torch import fx
 
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
-from passes.program.ops.aten import arguments, aten, is_pointwise, packet_of, shape_of, tensors_of
+from passes.program.ops.aten import arguments, aten, has_floats, is_pointwise, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import ADDING, JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
@@ -150,13 +150,14 @@ def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone:
 def _adds_to_others(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
     """Whether rows of the batch are added to other rows than those of the batch, as to one for each class.
 
-    Counts without a gradient, as of the rows of each expert, are left out.
+    Counts, of rows that are none of the batch, are left out: those of each expert's tokens are followed elsewhere.
     """
     target, index, rows = operands_of(node)
     dim = arguments(node)["dim"] % max(1, len(shape_of(target)))
     is_along = dim in held[2] or (bool(held[1]) if len(shape_of(index)) == 1 else dim in held[1])
     is_other = not held[0] and shape_of(target)[dim] != shape_of(rows)[dim]
-    return is_along and is_other and bool(rows.meta.get("grad"))
+    is_count = not rows.meta.get("grad") and not (dim in held[2] and has_floats(rows))
+    return is_along and is_other and not is_count
 
 
 def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:

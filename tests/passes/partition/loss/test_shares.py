@@ -164,6 +164,7 @@ MIXES = {
     "rows in another order": lambda x: x + x.index_select(0, torch.arange(x.shape[0]).flip(0)),
     "a custom backward": lambda x: Less.apply(x, 0),
     "added to classes": lambda x: x + by_class(x, torch.arange(x.shape[0] * x.shape[1]) % 3)[:1],
+    "detached, added to classes": lambda x: x + by_class(x.detach(), torch.arange(x.shape[0] * x.shape[1]) % 3)[:1],
     "mean of classes": lambda x: (
         x
         + x.new_zeros(1, x.shape[2]).scatter_reduce(
