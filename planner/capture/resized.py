@@ -32,7 +32,6 @@ from planner.capture.graphs_equal import fingerprint
 from planner.capture.model.exchange import has_values
 from planner.capture.recording import Recording
 from planner.capture.regions import copied_export
-from planner.capture.selection.assumed import Assumptions
 
 
 class Unlike(Exception):
@@ -44,14 +43,12 @@ class Earlier:
     """Given to each capture of one model, for one loss and dtype. ``first``: the first export, if it can be resized;
     its calls are recorded when a second size is asked for, which is rare.
 
-    ``assumed``: the last answers to questions about data, and which others raise. ``traced``: the questions about
-    tracing that must be answered truly (planner.capture.python.eager_answers). ``was_repeated``: whether a forward at
-    another length was called twice, as the first was, and computed the same. That shows state which no attribute shows;
-    more lengths are called once.
+    ``traced``: the questions about tracing that must be answered truly (planner.capture.python.eager_answers).
+    ``was_repeated``: whether a forward at another length was called twice, as the first was, and computed the same.
+    That shows state which no attribute shows; more lengths are called once.
     """
 
     first: KeptExport | FirstExport | None = None
-    assumed: Assumptions = field(default_factory=Assumptions)
     traced: dict[Any, Any] = field(default_factory=dict)
     was_repeated: bool = False
 

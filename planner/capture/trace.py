@@ -93,10 +93,14 @@ def traced(forward: Forward, earlier: Earlier, *, is_known: bool) -> Traced:
     found = None if earlier.first is None else _resized(forward, earlier, earlier.first, is_known)
     if found is not None:
         return found
-    if not is_known:
-        earlier.assumed = Assumptions()
-    assumed = earlier.assumed
-    made = assumed.settled(lambda: _attempted(forward, assumed, is_known))
+    assumed = Assumptions()
+
+    def trial() -> None:
+        watch = forward.watch()
+        with watch.installed(), PythonGradients(forward.model).watched():
+            _export(forward, watch, forward.questions(assumed))
+
+    made = assumed.settled(lambda: _attempted(forward, assumed, is_known), trial)
     made.assumptions = assumed.found(made.exported.graph_signature.user_inputs)  # pyright: ignore
     if made.assumptions:
         made.first = None
@@ -108,24 +112,12 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
     call of a later state is another. If the model ``is_known``, made once.
     """
     watch, gradients, asked = forward.watch(), PythonGradients(forward.model), forward.questions(assumed)
+    others: list[tuple[Questions, ExportedProgram]] = []
     copies, first = list[ExportedProgram](), None
-
-    def again(*answer: Any) -> tuple[Questions, ExportedProgram]:
-        with watch.as_before(), PythonGradients(forward.model, gradients).watched():
-            return (asked := forward.questions(assumed, *answer)), _export(forward, watch, asked)
-
-    def trial() -> None:
-        watch.ends_exports = True
-        try:
-            again()
-        finally:
-            watch.ends_exports = False
-
     with watch.installed():
         with gradients.watched():
             exported = _export(forward, watch, asked, None if is_known else copies)
         if is_known:
-            assumed.try_others(trial)
             return Traced(exported, [], [], asked, [], gradient=gradients.asked_at)
         with PythonGradients(forward.model, gradients).watched():
             quietly(lambda: watch.refuse_draws(forward.kwargs))
@@ -133,8 +125,9 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
                 quietly(lambda: watch.call_again(forward.kwargs))
             if watch.is_unknown:
                 watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
-        others = [again(answer) for answer in OTHER_ANSWERS if asked.asked]
-        assumed.try_others(trial)
+        for answer in OTHER_ANSWERS if asked.asked else ():
+            with watch.as_before(), PythonGradients(forward.model, gradients).watched():
+                others.append((again := forward.questions(assumed, answer), _export(forward, watch, again)))
         if watch.left_nothing and not asked.asked:
             first = KeptExport(copies[0], forward.kwargs)
         if watch.doubts:

@@ -35,13 +35,10 @@ STATE_FIX = "a plan is the same for every step: pass changing values as inputs o
 
 
 class ForwardWatch:
-    """Owns the snapshot of the model's Python state before its forward. ``remarks``: for the user, with lines.
-    ``ends_exports``: whether an export ends in an error once the forward has come to its end: a trial needs no graph.
-    """
+    """Owns the snapshot of the model's Python state before its forward. ``remarks``: for the user, with lines."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
         self.remarks: list[tuple[str, Where]] = []
-        self.ends_exports = False
         self._model, self._exchange, self._mode = model, exchange, mode
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._fixed = {**dict(model.named_buffers()), **frozen}
@@ -74,8 +71,6 @@ class ForwardWatch:
                 self._refuse_frozen()
             finally:
                 self._after()
-            if self.ends_exports:
-                raise InterruptedError("the forward has ended")
             return plain_structure(output)
 
         try:

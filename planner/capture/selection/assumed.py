@@ -95,29 +95,26 @@ class Assumptions:
 
     # ---- afterwards
 
-    def settled(self, attempt: Callable[[], T]) -> T:
-        """The result of ``attempt`` with answers that do not raise; it calls ``try_others``.
+    def settled(self, attempt: Callable[[], T], trial: Callable[[], Any]) -> T:
+        """The result of ``attempt`` with answers that do not raise. ``trial``: one forward alone, with one answer
+        flipped.
 
         Raises PlanError if an answer decides more than whether the forward raises.
         """
         while True:
             try:
-                return attempt()
+                found = attempt()
             except ExportAgain:
                 continue
             except PlanError as error:
                 if not self._learn(error):
                     raise
-
-    def try_others(self, trial: Callable[[], Any]) -> None:
-        """See that the forward raises after each other answer. ``trial``: one forward alone, with one answer flipped.
-
-        Raises PlanError if it does not.
-        """
-        kept = self._taken, self._draws, self._checks
-        for key in [key for key in self._answers if key not in self._raises]:
-            self._try_flipped(key, kept[0], trial)
-        self._taken, self._draws, self._checks = kept
+                continue
+            kept = self._taken, self._draws, self._checks
+            for key in [key for key in self._answers if key not in self._raises]:
+                self._try_flipped(key, kept[0], trial)
+            self._taken, self._draws, self._checks = kept
+            return found
 
     def _learn(self, error: PlanError) -> bool:
         """Whether the forward raised after an answer that another may replace."""
