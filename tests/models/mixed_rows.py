@@ -14,7 +14,7 @@ def mean_of_rows(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tens
     for e, expert in enumerate(layer.experts):
         token, _ = torch.where(chosen == e)
         y = expert(x[token])
-        out.index_add_(0, token, y - y.mean(0))  # here
+        out.index_add_(0, token, y - y.mean(0))
     return out
 
 
@@ -128,7 +128,6 @@ def others_asked(layer: Layer, x: Tensor, probs: Tensor, chosen: Tensor) -> Tens
 
 
 MIXING: tuple[Way, ...] = (
-    mean_of_rows,
     sums_of_rows,
     divided_by_count,
     attention_of_rows,

@@ -15,6 +15,8 @@ from tests.models import mixed_rows, selected_rows
 from tests.models.experts import Layer, Net, Way, batch
 from tests.models.mixed_rows import ASKING, MIXING
 from tests.models.selected_rows import WAYS, Selecting
+from tests.tools.captures import plan_again
+from tests.tools.simulated_mesh import equals_one_process, spec_of
 
 
 def made(way: Way) -> Net:
@@ -126,6 +128,16 @@ def _is_large(node: fx.Node) -> bool:
     """More than all tokens with the vocabulary."""
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, Tensor) and value.numel() > 12 * 24
+
+
+def test_a_mean_of_selected_rows_is_that_of_one_process_and_over_dp_it_is_warned_of() -> None:
+    def make() -> Net:
+        torch.manual_seed(0)
+        return Net(in_a_forward(mixed_rows.mean_of_rows)).double()
+
+    equals_one_process(make, batch(), {"tp": 2})
+    made = plan_again(make(), spec_of(batch(), {"dp": 2}))
+    assert any("mixes the sequences" in row.what for row in made.diagnostics)
 
 
 @pytest.mark.sampled(1)
