@@ -36,7 +36,7 @@ from planner.capture.gradients.parameters import (
     refuse_gradient_hooks,
     refuse_parameter_writes,
 )
-from planner.capture.graphs_equal import comes_to_rest, refuse_other_constants
+from planner.capture.graphs_equal import comes_to_rest, fixed_tensors, refuse_other_constants
 from planner.capture.memory_order import views_for_memory
 from planner.capture.model.eager import NOTE, caches_off, in_eager_mode, was_compiled
 from planner.capture.model.exchange import (
@@ -258,8 +258,7 @@ def _program(
 
 def _fixed_values(asked: _Asked) -> dict[str, torch.Tensor]:
     """Buffers and frozen parameters by dotted name, in the dtype of the capture."""
-    model = asked.model
-    fixed = {**dict(model.named_buffers()), **{n: p for n, p in model.named_parameters() if not p.requires_grad}}
+    fixed = fixed_tensors(asked.model)
     return {n: v.detach().to(asked.dtype if v.is_floating_point() else None) for n, v in fixed.items()}
 
 

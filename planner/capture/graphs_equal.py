@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -38,11 +38,11 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
     if differing is None:
         return None
     try:
-        before, left, _ = _called(first, buffers)
-        after, _, changes = _called(second, left)
+        before = _called(first, buffers)
+        after = _called(second, before.buffers_after(buffers))
     except UnknownWrite:
         return differing
-    return None if before.output == after.output and not changes else differing
+    return None if before.output == after.output and not after.changes else differing
 
 
 def comes_to_rest(exported: ExportedProgram, written: Mapping[str, str], buffers: Mapping[str, Tensor]) -> bool:
@@ -52,10 +52,14 @@ def comes_to_rest(exported: ExportedProgram, written: Mapping[str, str], buffers
     ``first_difference``.
     """
     held = _held_values(exported, buffers)
-    first = _Keys(exported, exported.graph, held)
-    left = first.values_of(written)
-    second = _Keys(exported, exported.graph, held | left)
-    return first.output == second.output and not second.changes(written)
+    first = _Keys(exported, exported.graph, written, held)
+    second = _Keys(exported, exported.graph, written, held | first.left)
+    return first.output == second.output and not second.changes
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers and frozen parameters by dotted name."""
+    return {**dict(model.named_buffers()), **{n: p for n, p in model.named_parameters() if not p.requires_grad}}
 
 
 def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProgram]) -> None:
@@ -93,29 +97,38 @@ def _words(node: fx.Node) -> tuple[str, ...]:
 
 
 class _Keys(Keys):
-    """Of one capture: known values have the key of their content. ``held``: by placeholder."""
+    """Of one capture: known values have the key of their content. ``held``: by placeholder, before the call; ``left``:
+    after it, those of the placeholders ``written``, if known.
+    """
 
-    def __init__(self, exported: ExportedProgram, graph: fx.Graph, held: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, exported: ExportedProgram, graph: fx.Graph, written: Mapping[str, str], held: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
-        self._held, self._graph = held, graph
-        self.names = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
+        self._held, self._graph, self._written = held, graph, written
+        self._names = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
         self.values: dict[fx.Node, Any] = {}
         *inner, output = graph.nodes
         for node in inner:
             self(node)
         self.output = str(fx.map_arg(output.args, self._named))
-
-    def values_of(self, written: Mapping[str, str]) -> dict[str, Tensor]:
-        """The last values, if known, of placeholders that are written to."""
-        nodes = {n.name: n for n in self._graph.nodes}
+        nodes = {n.name: n for n in graph.nodes}
         values = {holder: self.values.get(nodes[last]) for holder, last in written.items()}
-        return {holder: value for holder, value in values.items() if isinstance(value, Tensor)}
+        self.left = {holder: value for holder, value in values.items() if isinstance(value, Tensor)}
 
-    def changes(self, written: Mapping[str, str]) -> bool:
+    @property
+    def changes(self) -> bool:
         """Whether a result is made of a placeholder that the call leaves with another value, or with an unknown one."""
-        left, read = self.values_of(written), ancestors(self._graph.output_node().all_input_nodes)
-        kept = {holder for holder in left.keys() & self._held.keys() if _is_equal(left[holder], self._held[holder])}
-        return any(node.name in written.keys() - kept for node in read)
+        both = self.left.keys() & self._held.keys()
+        kept = {holder for holder in both if fingerprint(self.left[holder]) == fingerprint(self._held[holder])}
+        read = ancestors(self._graph.output_node().all_input_nodes)
+        return any(node.name in self._written.keys() - kept for node in read)
+
+    def buffers_after(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``buffers``, by dotted name, as the call leaves them; without those of which that is not known."""
+        of_holder = {self._names[holder]: self.left.get(holder) for holder in self._written if holder in self._names}
+        left = {name: of_holder.get(name, value) for name, value in buffers.items()}
+        return {name: value for name, value in left.items() if value is not None}
 
     def _made(self, node: fx.Node) -> str:
         value = self._value(node)
@@ -123,7 +136,7 @@ class _Keys(Keys):
             self.values[node] = value
         if isinstance(value, Tensor):
             return fingerprint(value)
-        return f"{node.name} {self.names.get(node.name)}" if node.op == "placeholder" else super()._made(node)
+        return f"{node.name} {self._names.get(node.name)}" if node.op == "placeholder" else super()._made(node)
 
     def _value(self, node: fx.Node) -> Any:
         """The value, if known: constants, buffers, and values made of them alone."""
@@ -139,14 +152,8 @@ class _Keys(Keys):
         return None
 
 
-def _called(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> tuple[_Keys, dict[str, Tensor], bool]:
-    """The keys of a call, the buffers after it, if known, and whether it changes one that it reads."""
-    graph, written = functional_graph(exported.graph_module)
-    keys = _Keys(exported, graph, _held_values(exported, buffers))
-    known = keys.values_of(written)
-    of_holder = {keys.names[holder]: known.get(holder) for holder in written if holder in keys.names}
-    left = {name: of_holder.get(name, value) for name, value in buffers.items()}
-    return keys, {name: value for name, value in left.items() if value is not None}, keys.changes(written)
+def _called(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> _Keys:
+    return _Keys(exported, *functional_graph(exported.graph_module), _held_values(exported, buffers))
 
 
 def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,10 +164,6 @@ def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> di
     lifted = signature.inputs_to_lifted_tensor_constants
     kept += [(name, exported.constants.get(target)) for name, target in lifted.items()]
     return {name: value.detach() for name, value in kept if has_values(value)}
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    return fingerprint(a) == fingerprint(b)
 
 
 def fingerprint(value: Tensor) -> str:

@@ -19,7 +19,7 @@ from passes.errors import PlanError, Where
 from passes.interceptors import installed
 from passes.program.known_values import is_made_of, node_of, value_of
 from passes.program.source_lines import where_of
-from planner.capture.graphs_equal import first_difference
+from planner.capture.graphs_equal import first_difference, fixed_tensors
 from planner.capture.model.exchange import Exchange, fake, tensors_in
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
@@ -40,8 +40,7 @@ class ForwardWatch:
     def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
         self.remarks: list[tuple[str, Where]] = []
         self._model, self._exchange, self._mode = model, exchange, mode
-        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self._fixed = {**dict(model.named_buffers()), **frozen}
+        self._fixed = fixed_tensors(model)
         self._foreign = ForeignTensors(model, exchange)
         self._draws = PythonDraws(model)
         self._cached = CachedFunctions(model)
