@@ -62,6 +62,8 @@ JOBS: dict[str, tuple[dict, dict, dict, dict, float, float]] = {
 GRAPHS = "regions for CUDA graphs of the first job, attn + mlp"
 ROUNDS, MOST_ADDED = 7, 0.2
 LENGTHS = "three lengths of a sequence beside the greatest one"
+NUM_EXPERTS = 128
+EXPERTS = f"two loops over {NUM_EXPERTS} experts, dp 2, ep 2"
 LENGTHS_PLANNED, MOST_TIMES = [256, 512, 1024], 2.0
 
 
@@ -214,10 +216,39 @@ def report_lengths(found: dict[str, dict[str, float]]) -> str:
     return "\n".join([f"## {LENGTHS}: {LENGTHS_PLANNED}", "", *lines, f"least of {ROUNDS}", ""])
 
 
+def measure_experts() -> dict[str, Any]:
+    """Two layers, each a loop over a ModuleList of experts 16 wide: the least CPU seconds of a plan beside capture."""
+    from functools import partial
+
+    import torch
+
+    from planner import api
+    from tests.models.experts import LENGTH, VOCABULARY, Blocks, Layer, masks
+
+    torch.set_num_threads(1)
+    model = Blocks(partial(Layer, masks, hidden=16, width=16, num_experts=NUM_EXPERTS), hidden=16)
+    batch = {"global": 4, "micro": 2}
+    spec = {"mesh": {"dp": 2, "ep": 2}, "batch": batch, "inputs": inputs(LENGTH, VOCABULARY)}
+    start, found = time.process_time(), list[float]()
+    captured = api.capture(model, spec)
+    seconds = time.process_time() - start
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        api.plan(captured, spec)
+        found.append(time.process_time() - start)
+    return {"capture": seconds, "plan": min(found)}
+
+
+def report_experts(row: dict[str, float]) -> str:
+    seconds = f"CPU {row['capture']:.2f} s capture, {row['plan']:.3f} s a plan of it"
+    return f"## {EXPERTS}\n\n{seconds}, least of {ROUNDS}\n"
+
+
 # name -> its measurement, and its lines
 OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
     GRAPHS: (measure_graphs, report_graphs),
     LENGTHS: (measure_lengths, report_lengths),
+    EXPERTS: (measure_experts, report_experts),
 }
 
 

@@ -26,13 +26,15 @@ from torch import Tensor, fx
 
 from passes.moe.ties import base, is_float, is_grouped, lookup, origin_of
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
-from passes.program.ops.groups import BEST, BINS, CUTS, JOINS, LAID_OUT, PLACING, PRODUCTS, SORTS, SPLITS
+from passes.program.ops.groups import BEST, BINS, JOINS, MOVED, PLACING, PRODUCTS, SORTS, SPLITS
 from passes.program.walks import ancestors, readers, walk
 from passes.program.weights import is_parameter, is_weight
 from passes.rules.call import operands_of
 from passes.rules.follow import Known, Place, tied
 from passes.rules.rule import RESULT
 from passes.rules.table import rule_of
+
+CHOOSING, PARTS = BEST | SORTS, MOVED | SPLITS
 
 
 @dataclass
@@ -141,7 +143,7 @@ def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]
     """(call, dim, nodes of its indices) of calls that choose by several scores along a dim, the best of them or all in
     their order, with a choice that is read."""
     for node in graph.nodes:
-        given = named(node) if node.target in BEST | SORTS else {}
+        given = named(node) if node.target in CHOOSING else {}
         if given.get("dim") is None or len(node.all_input_nodes) != 1:
             continue
         shape = shape_of(node.all_input_nodes[0])
@@ -182,7 +184,7 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
     if found is not None:
         return found[0] is node
     is_taken = packet in (aten.sort, aten.clamp) or (packet in (aten.gather, aten.index) and user.args[0] is node)
-    return is_taken or user.target in LAID_OUT | CUTS | SPLITS
+    return is_taken or user.target in PARTS
 
 
 def _dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
@@ -258,4 +260,4 @@ def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
 
 
 def _passes(call: fx.Node) -> bool:
-    return call.target in LAID_OUT | JOINS | CUTS or is_pointwise(call.target)
+    return call.target in MOVED or call.target in JOINS or is_pointwise(call.target)

@@ -35,6 +35,7 @@ from passes.program.ops.groups import WITH_SIZES
 from passes.rules.call import operands_of
 from passes.rules.follow import rule_by_rows
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.table import form_of
 from passes.types.types import Draw
 
 
@@ -197,6 +198,7 @@ class TokenRows:
 
     def __init__(self, num_tokens: int, num_rows: int, num_here: int, refusal: Refusal) -> None:
         self.num_tokens, self.num_rows, self.num_here, self.refusal = num_tokens, num_rows, num_here, refusal
+        self._keeping: dict[object, bool] = {}  # by call: branches repeat each other's
 
     def lead(self, shape: tuple[int, ...]) -> int:
         """How many leading dims are those of the tokens; 0 if none are."""
@@ -245,7 +247,10 @@ class TokenRows:
         ``is_known``: the same call of the first branch was run. Raises the error of the refusal if it mixes tokens.
         """
         lead = self.lead(shape_of(node))
-        if not lead or not self._keeps_tokens(node, own):
+        key = (form_of(node) or node, tuple(n in own for n in node.all_input_nodes))
+        if key not in self._keeping:
+            self._keeping[key] = bool(lead) and self._keeps_tokens(node, own)
+        if not self._keeping[key]:
             raise self.refusal(node, "the result of one token depends on others")
         args, kwargs = arguments_with(node, {**weights, **own})
         first = next(own[n] for n in node.all_input_nodes if n in own)

@@ -60,7 +60,9 @@ def arguments_with(node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> tuple[tuple
 
 def bare(value: Any) -> Any:
     """Tensors of the same shapes and dtypes on the meta device."""
-    return tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), value)
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return tree_map_only(Tensor, bare, value)
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:

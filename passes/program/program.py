@@ -126,7 +126,8 @@ def copied(program: Program) -> Program:
     env: dict[fx.Node, fx.Node] = {}
     for node in program.graph.graph.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].name = node.name
+        if env[node].name != node.name:  # setting it is dear
+            env[node].name = node.name
     return program_of(program, graph)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program.ops.aten import arguments, named, tensors_of
+from passes.program.ops.aten import arguments, named, nodes_in, tensors_of
 
 Shape = tuple[int, ...]
 PRIMES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117, 1_000_121)
@@ -58,12 +58,16 @@ def call_of(node: fx.Node) -> Call | None:
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensors that a call reads, one for each occurrence, in the order of its schema."""
-    schema = getattr(node.target, "_schema", None)
-    given = arguments(node)
-    ordered = [given[a.name] for a in schema.arguments if a.name in given] if schema else (node.args, node.kwargs)
-    found: list[fx.Node] = []
-    fx.map_arg(ordered, lambda n: found.append(n) if next(tensors_of(n), None) is not None else None)
-    return tuple(found)
+    found, ordered = list[fx.Node](), node.args
+    if node.kwargs:
+        schema, given = getattr(node.target, "_schema", None), arguments(node)
+        ordered = [given[a.name] for a in schema.arguments if a.name in given] if schema else (node.args, node.kwargs)
+    for value in ordered:
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found += nodes_in(value)
+    return tuple(n for n in found if next(tensors_of(n), None) is not None)
 
 
 def _sizes(value: torch.Tensor, symbols: dict[Any, int]) -> Shape:
@@ -82,7 +86,9 @@ def key_of(node: fx.Node) -> Hashable | None:
 
     None for a call of symbolic sizes, or with an argument that cannot be compared.
     """
-    key = (node.target, *_Reader().read((node.args, tuple(node.kwargs.items()))), _form_of(node.meta.get("val")))
+    numbers = dict[fx.Node, int]()  # a call with one operand twice is another than one with two
+    args, kwargs = _read(node.args, numbers), _read(tuple(node.kwargs.items()), numbers) if node.kwargs else ()
+    key = (node.target, args, kwargs, _form_of(node.meta.get("val")))
     try:
         hash(key)
     except TypeError:  # a symbol is not hashable
@@ -90,21 +96,15 @@ def key_of(node: fx.Node) -> Hashable | None:
     return key
 
 
-class _Reader:
-    """Numbers the operands, as a call with one operand twice is another than one with two."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[fx.Node, int] = {}
-
-    def read(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return (self._numbers.setdefault(value, len(self._numbers)), _form_of(value.meta.get("val")))
-        if isinstance(value, (list, tuple)):
-            return tuple([self.read(v) for v in value])
-        return value if value is None else (type(value), value)  # 1 == True == 1.0
+def _read(value: Any, numbers: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return numbers.setdefault(value, len(numbers)), _form_of(value.meta.get("val"))
+    if isinstance(value, (list, tuple)):
+        return tuple([_read(v, numbers) for v in value])
+    return value if value is None else (type(value), value)  # 1 == True == 1.0
 
 
 def _form_of(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple([_form_of(v) for v in value])
-    return (*value.shape, value.dtype) if isinstance(value, torch.Tensor) else (type(value), value)
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    return tuple([_form_of(v) for v in value]) if isinstance(value, (list, tuple)) else (type(value), value)

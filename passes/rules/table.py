@@ -1,5 +1,6 @@
 """RULES: op → its effect on the dims of its operands. An op that is not here, and is not pointwise, has no rule."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from operator import getitem
 from string import ascii_letters
@@ -31,16 +32,21 @@ def builder_of(target: Any) -> Builder | None:
 
 def rule_of(node: fx.Node) -> OpRule | None:
     """The rule of a call; None for an op without one, or one that is called in a way which its rule does not know."""
-    pattern, own = node.meta.get("inferred"), own_rule(node.target)
-    key = key_of(node) if node.target is not getitem else None  # the rule of an item follows from its source
+    key = form_of(node)
     if key is None:
         return _made(node)
-    key = (key, str(pattern), own and own.text)
     if key not in _MADE:
         if len(_MADE) >= MOST_MADE:
             _MADE.clear()
         _MADE[key] = _made(node)
     return _MADE[key]
+
+
+def form_of(node: fx.Node) -> Hashable | None:
+    """All that the rule of a call follows from; None if that is more than the call and the shapes that it reads."""
+    key = key_of(node) if node.target is not getitem else None  # the rule of an item follows from its source
+    own = own_rule(node.target)
+    return None if key is None else (key, str(node.meta.get("inferred")), own and own.text)
 
 
 _MADE: dict[Any, OpRule | None] = {}

@@ -86,6 +86,8 @@ class _Writer(pickle.Pickler):
         self._seen, self._memories = dict[int, int](), dict[int, int]()
 
     def digest(self, value: Any) -> bytes:
+        if type(value) in _HASHABLE or (type(value) in (dict, set) and not value):
+            return f"{type(value)} {value!r}".encode()
         self._digest = hashlib.sha256()
         try:
             self.dump(value)

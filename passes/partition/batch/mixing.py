@@ -304,9 +304,10 @@ def may_repeat_batch(node: fx.Node) -> bool:
 
 def _reads_two(node: fx.Node, runs: Runs, size: int) -> bool:
     """Whether operands that hold the sequences on one factor of the call have them in two orders."""
-    read = operands_of(node) if node.op == "call_function" else ()
+    steps = {step for n in node.all_input_nodes for _, step, _ in runs.get(n) or ()}
+    rule = rule_of(node) if node.op == "call_function" and len(steps) > 1 else None
+    read = operands_of(node) if rule is not None else ()
     found = {(i, *run) for i, operand in enumerate(read) for run in _certain(operand, runs, size)}
-    rule = rule_of(node) if len({step for *_, step in found}) > 1 else None
     orders = {(rule.sole(i, dim), step) for i, dim, step in found} if rule is not None else set()
     factors = [factor for factor, _ in orders if factor is not None]
     return len(factors) > len(set(factors))

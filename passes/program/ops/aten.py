@@ -102,14 +102,16 @@ def permutation(target: Any, ndim: int, args: Sequence[Any], kwargs: dict[str, A
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The static (microbatch, global over tp) shape of a value, of a tuple its first tensor's."""
-    return tuple(int(n) for n in next(tensors_of(node)).shape)
+    return tuple(map(int, next(tensors_of(node)).shape))
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """The tensors of a node's value."""
     value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    yield from (v for v in values if isinstance(v, torch.Tensor))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
