@@ -156,6 +156,10 @@ class OptimizerSpec(Section):
                 moments_of(self.name, self)
         except PlanError as error:
             yield SpecError(error.what, where=error.where, fix=error.fix)
+        if not self.lr and (pattern := next((p for p, group in self.groups.items() if group.lr), None)) is not None:
+            what = f" is not followed: a group's rate is in proportion to optimizer.lr = {self.lr:g}"
+            fix = "set optimizer.lr to it, and groups with lr: 0 for parameters that stay; or freeze these in the model"
+            yield wrong(f"optimizer.groups.{pattern}.lr", what, fix)
         if self.schedule.min_lr > self.lr:
             what = f" = {self.schedule.min_lr:g} is more than optimizer.lr = {self.lr:g}"
             yield wrong("optimizer.schedule.min_lr", what, "choose a smaller min_lr")

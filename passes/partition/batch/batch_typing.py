@@ -211,7 +211,7 @@ class Typing:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return first
         dim = self._row_dim(node, first)
-        if dim is None or mixes(node, lambda n: self._dims(node, n)):
+        if dim is None or mixes(node, lambda n: self._dims(node, n), self.captures.others.get(node)):
             return unknown
         return Kind(ROWS, dim, first.part, first.order)
 

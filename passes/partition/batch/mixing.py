@@ -101,13 +101,18 @@ def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) 
     )
 
 
-def mixes(node: fx.Node, dims_of: BatchDims) -> bool:
-    """Whether an op does mix. False if it is not known which dims hold the batch."""
+def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> bool:
+    """Whether an op does mix. False if it is not known which dims hold the batch.
+
+    ``larger``: the call of more sequences; a user's own backward on one sequence shows nothing about several.
+    """
     held = [dims_of(n) for n in operands_of(node)]
     if any(dims is None for dims in held):
         return False
     known = [dims or frozenset[int]() for dims in held]
-    return not _works_by_sequence(node, known) if _has_own_backward(node) else _mixes(node, known)
+    if not _has_own_backward(node):
+        return _mixes(node, known)
+    return not any(_works_by_sequence(n, known) for n in (node, larger) if n is not None)
 
 
 def _is_plain(node: fx.Node) -> bool:

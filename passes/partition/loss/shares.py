@@ -168,7 +168,7 @@ class _Rewriter:
         inner = self._computed_along(tail)
         for node in (n for n in inner if not mixing.is_own_loss(n, tail) and n not in typing.counts):
             may = mixing.may_mix(node, self.on_batch) or mixing.mixes_along_a_dim(node)
-            along = may and mixing.mixes(node, typing.captures.changed)
+            along = may and mixing.mixes(node, typing.captures.changed, typing.captures.others.get(node))
             if (along and not typing.takes_apart(node)) or node in typing.joins.apart:
                 self._tell(self.terms.mixed, node)
 

@@ -131,6 +131,7 @@ tensor_parallel.overrides.*.lm_head cannot be the string 'colum'
         ({"optimizer": {"schedule": {"kind": "inverse_root"}}}, "warmup = 0: inverse_root decays"),
         ({"optimizer": {"schedule": {"kind": "a.py:f", "warmup": 1}}}, "warmup is not for a function of your own"),
         ({"optimizer": {"schedule": {"min_lr": 1.0}}}, "min_lr = 1 is more than optimizer.lr"),
+        ({"optimizer": {"lr": 0.0, "groups": {"head*": {"lr": 0.1}}}}, "a group's rate is in proportion to"),
         ({"cuda_graphs": {"scope": ["moe_preprocess"]}}, "moe_preprocess needs moe_router"),
         ({"cuda_graphs": {"scope": ["moe", "moe_router"]}}, "moe already contains moe_router"),
         ({"cuda_graphs": {"scope": ["atn"]}}, "cuda_graphs.scope.0 cannot be the string 'atn'"),

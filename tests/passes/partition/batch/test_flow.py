@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,33 @@ def test_one_capture_is_enough_where_no_op_runs_along_the_batch(body: Callable[[
     captured = capture_once(Model(body()), SPEC)
     warnings = [row.what for row in plan(captured, SPEC).diagnostics if "mixes the sequences" in row.what]
     assert (len(captured.batch_sizes), bool(warnings)) == (captures, captures == 2)
+
+
+class OfAll(torch.autograd.Function):
+    """A gradient that is scaled by that of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient / gradient.norm()
+
+
+class Scaling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return OfAll.apply(x)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(("body", "is_mixed"), [(Rounding, False), (Scaling, True)])
+def test_an_own_backward_is_warned_of_if_it_mixes_however_few_sequences_are_captured(
+    body: type[nn.Module], is_mixed: bool, micro: int
+) -> None:
+    """Trials on one sequence show nothing about several: those of the second capture do."""
+    made = plan(Model(body()), SPEC | {"batch": {"global": 4, "micro": micro}})
+    assert any("mixes the sequences" in row.what for row in made.diagnostics) is is_mixed
 
 
 class Dropped(nn.Module):
