@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from passes.moe.ties import base, is_float, is_grouped, lookup, origin_of
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_of
 from passes.program.ops.groups import BEST, BINS, JOINS, MOVED, PLACING, PRODUCTS, SORTS, SPLITS
-from passes.program.walks import ancestors, readers, walk
+from passes.program.walks import Reach, Reached, operands, readers, walk
 from passes.program.weights import is_parameter, is_weight
 from passes.rules.call import operands_of
 from passes.rules.follow import Known, Place, tied
@@ -45,6 +45,8 @@ class Space:
 
     root: fx.Node
     size: int
+    up: Reach
+    down: Reach
     choices: list[fx.Node] = field(default_factory=list)
     seeds: list[tuple[fx.Node, int]] = field(default_factory=list)
     chosen: list[fx.Node] = field(default_factory=list)
@@ -57,52 +59,50 @@ class Space:
         return whole[0] if len(whole) == 1 else -1
 
     @cached_property
-    def above(self) -> set[fx.Node]:
+    def above(self) -> Reached:
         """All that the scores are made of."""
-        return ancestors([self.root])
+        return self.up.of([self.root])
 
     @cached_property
-    def scored(self) -> set[fx.Node]:
+    def scored(self) -> Reached:
         """All that the choices are made of."""
-        return ancestors(self.choices)
+        return self.up.of(self.choices)
 
     @cached_property
-    def below(self) -> set[fx.Node]:
+    def below(self) -> Reached:
         """All that depends on the scores."""
-        return set(walk([self.root], readers))
+        return self.down.of([self.root])
 
 
 def spaces(graph: fx.Graph) -> list[Space]:
     """One for each router; whether it has experts is decided later."""
     known, found = cache(rule_of), dict[tuple[fx.Node, int], Space]()
+    up, down = Reach(reversed(graph.nodes), operands), Reach(graph.nodes, readers)
     for node, dim, chosen in (*_selections(graph), *_given(graph)):
         scores = node.all_input_nodes[0]
         size = shape_of(scores)[dim]
         root = _root(known, scores, dim, size)
-        space = found.setdefault((root, size), Space(root, size))
+        space = found.setdefault((root, size), Space(root, size, up, down))
         space.choices.append(node)
         space.seeds.append((scores, dim))
         space.chosen += chosen
-    roots = {space.root for space in found.values()}
     for space in found.values():
         space.ids = _spread(space.chosen)
-        _grow(known, space, roots)
-    return list(found.values())
+    return _grown(known, list(found.values()), {space.root for space in found.values()})
 
 
 def takings(graph: fx.Graph) -> list[Space]:
     """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
     sizes = {n for w in graph.find_nodes(op="placeholder") if is_parameter(w) and len(s := shape_of(w)) > 2 for n in s}
     known, found = cache(rule_of), list[Space]()
+    up, down = Reach(reversed(graph.nodes), operands), Reach(graph.nodes, readers)
     for node, ranked, chosen in _selections(graph):
         scores = node.all_input_nodes[0]
         for dim, size in enumerate(shape_of(scores)):
             if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
                 root = _root(known, scores, dim, size)
-                found.append(Space(root, size, [node], [(scores, dim)], chosen))
-    for space in found:
-        _grow(known, space, {space.root})
-    return found
+                found.append(Space(root, size, up, down, [node], [(scores, dim)], chosen))
+    return _grown(known, found, ())
 
 
 def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
@@ -117,16 +117,28 @@ def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
     return min((node for node, _ in seen if node.target in PRODUCTS), default=scores)
 
 
+def _grown(known: Known, found: list[Space], roots: Collection[fx.Node]) -> list[Space]:
+    """With all their places. ``roots``: of routers, each of which ends the numberings of the others."""
+    order = sorted(found, key=lambda space: space.root)
+    for space in reversed(order):
+        space.down.of([space.root])  # see Reach
+    for space in order:
+        _grow(known, space, roots)
+    return found
+
+
 def _grow(known: Known, space: Space, roots: Iterable[fx.Node]) -> None:
     """Find all places, from the scores' dim and from the dims that ids make."""
-    others = [r for r in roots if r is not space.root and r not in space.above]
-    above = {n for n in space.above if n.op != "placeholder" and not is_weight(n)}
-    closed = set(walk(others, readers)) | above - {space.root}
+    of_others = space.down.of([r for r in roots if r is not space.root and r not in space.above])
     of_ids = [*_dims_of_experts(space.ids, space.size), *_stacks_of_slots(space.ids, space.size, space.below)]
+
+    def is_closed(node: fx.Node) -> bool:
+        is_above = node in space.above and node.op != "placeholder" and not is_weight(node)
+        return node in of_others or (is_above and node is not space.root)
 
     def counts(at: tuple[fx.Node, Place]) -> bool:
         node, (dim, inner) = at
-        return node not in closed and shape_of(node)[dim] % (inner * space.size) == 0
+        return not is_closed(node) and shape_of(node)[dim] % (inner * space.size) == 0
 
     def beside(at: tuple[fx.Node, Place]) -> Iterator[tuple[fx.Node, Place]]:
         return chain.from_iterable(tied(call, *at, space.size, known) for call in (at[0], *at[0].users))
@@ -218,7 +230,7 @@ def _dims_made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node
 # ---- stacks that are multiplied with slots
 
 
-def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Collection[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Reached) -> Iterator[tuple[fx.Node, int]]:
     """(weight, dim) of stacks multiplied with slots that are filled by numbers of experts. ``below``: values that
     depend on the router, so a residual ends the path to them.
     """

@@ -16,7 +16,7 @@ from passes.moe.layers import Dispatch, ExpertWeight
 from passes.moe.ties import base, is_float, is_grouped, is_product, is_view, lookup, origin_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import ADDING, BINS, CUTS, FILLED, JOINS, LAID_OUT, PLACING, SORTS, Ops
-from passes.program.walks import ancestors, between, meetings, operands, readers, walk
+from passes.program.walks import Reached, ancestors, between, meetings, operands, readers, walk
 from passes.program.weights import is_computed_weight, is_parameter, is_weight
 from passes.rules.call import operands_of
 from passes.rules.rule import RESULT
@@ -59,7 +59,7 @@ def _is_of_router(space: Space, weight: fx.Node) -> bool:
     """Whether a call from the first product of scores to the choices reads a weight, or scores alone are made of it.
     Those of a layer that is applied again are made of its experts too."""
     calls = set(walk([weight], readers, stop=lambda n: n is not weight and not is_computed_weight(n)))
-    return bool(calls & space.scored & space.below) or calls <= space.scored
+    return any(n in space.scored and n in space.below for n in calls) or all(n in space.scored for n in calls)
 
 
 def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
@@ -87,7 +87,7 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
     return None
 
 
-def ends(products: list[Product], above: set[fx.Node]) -> tuple[list[Product], list[Product]]:
+def ends(products: list[Product], above: Reached) -> tuple[list[Product], list[Product]]:
     """Those that no other of them comes before, and those that none comes after."""
     nodes = {p.node for p in products}
     before = {p.node: nodes.intersection(walk([p.x], operands, into=lambda n: n not in above)) for p in products}
@@ -152,8 +152,12 @@ def tokens_of(space: Space, first: Iterable[fx.Node]) -> list[fx.Node]:
 
     def is_made_of_others(node: fx.Node) -> bool:
         """By no weights."""
-        above = set(walk([node], operands, stop=lambda n: n in read and n is not node)) - {node}
-        return bool(above & read) and all(n in read or n.op == "call_function" for n in above)
+        are_read = list[bool]()
+        for above in walk(node.all_input_nodes, operands, stop=read.__contains__):
+            are_read.append(above in read)
+            if not (are_read[-1] or above.op == "call_function"):
+                return False
+        return any(are_read)
 
     return [n for n in found if n in read and not is_made_of_others(n)]
 
@@ -234,7 +238,7 @@ def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.
 
 def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:
     """The ids that the layer goes by, and how many they are for each token."""
-    above = ancestors([combined])
+    above = between(space.ids, [combined])
     found: dict[fx.Node, None] = {}
     for node in sorted(space.ids & above):
         if any(user in above and user not in space.ids for user in node.users if _goes_by_id(space, user, node)):

@@ -4,6 +4,7 @@ ancestors([y])                        y and all its inputs, direct or not
 meetings([a, b])                      the nodes that all of them lead to, in the graph's order
 walk([y], operands, stop=is_weight)   the same, not beyond weights (which come too)
 between([x], [y])                     the nodes on the ways from one to the other
+Reach(nodes, readers).of([x])         all that x leads to, for many x of one graph: a bit for each node
 in_order([y])                         y and all its inputs, each after its own, y last
 in_turn({y: [x], …}, rank)            the same of any units, those of a lower rank first
 """
@@ -11,7 +12,7 @@ in_turn({y: [x], …}, rank)            the same of any units, those of a lower 
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
 
@@ -60,6 +61,44 @@ def walk(
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes themselves and all that they are made of."""
     return set(walk(nodes, operands))
+
+
+class Reached(NamedTuple):
+    """Nodes of one graph, of which only ``in`` can be asked."""
+
+    bits: int
+    place: Mapping[fx.Node, int]
+
+    def __contains__(self, node: object) -> bool:
+        return bool(self.bits >> self.place[node] & 1)  # pyright: ignore[reportArgumentType]
+
+
+class Reach:
+    """What nodes of one graph lead to, a bit for each. What single nodes lead to is kept, and taken over on the way of
+    others: ask for those first that others lead to.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node], step: Step) -> None:
+        """``nodes``: all of a graph, each before those that it leads to."""
+        self._nodes, self._step = list(nodes), step
+        self._place = {node: i for i, node in enumerate(self._nodes)}
+        self._known: dict[fx.Node, int] = {}
+
+    def of(self, nodes: Collection[fx.Node]) -> Reached:
+        """The nodes themselves and all that they lead to."""
+        found, work = 0, [self._place[node] for node in nodes]
+        heapq.heapify(work)
+        while work:
+            place = heapq.heappop(work)
+            if found >> place & 1:
+                continue
+            node = self._nodes[place]
+            found |= self._known.get(node, 1 << place)
+            for n in self._step(node) if node not in self._known else ():
+                heapq.heappush(work, self._place[n])
+        if len(nodes) == 1:
+            self._known.update(dict.fromkeys(nodes, found))
+        return Reached(found, self._place)
 
 
 def between(

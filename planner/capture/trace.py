@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from passes.errors import PlanError, Where, first_line, message_of
 from passes.program.program import Assumption
@@ -219,7 +220,7 @@ def _export(
 
     try:
         with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model), global_hooks_kept():
-            exported = quietly(lambda: torch.export.export(model, (), kwargs, strict=False))
+            exported = quietly(lambda: _exported(model, kwargs))
         if copies is not None:
             copies.append(exported)
         return _named(copied_export(exported)[0], model)
@@ -238,6 +239,12 @@ def _export(
         if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
             raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
         raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
+
+
+def _exported(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> ExportedProgram:
+    """Of graphs on the way, which nothing runs, no Python code is written."""
+    with _use_lazy_graph_module(True):
+        return torch.export.export(model, (), kwargs, strict=False)
 
 
 def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:

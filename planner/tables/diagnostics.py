@@ -18,7 +18,6 @@ from passes.program.ops.groups import CONVOLUTIONS
 from passes.program.program import Program
 from passes.program.weights import matrices_read
 from passes.rules.flops import node_flops
-from planner.capture.model.assembly import read_whole
 from planner.capture.model.hub_format import HubFormat, stored_in
 from planner.decisions import Decisions
 from planner.placement.attention import AttentionSite
@@ -77,7 +76,7 @@ def stored_notes(hub: HubFormat, parameters: tuple[ParameterPlan, ...]) -> Itera
     if kind := stored_in(hub.config):
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in parameters))
         yield remark(f"the weights are stored in {kind}; they are trained and exported in {dtypes}")
-    for op, elements in read_whole(hub.stored_names.values()).items():
+    for op, elements in hub.made_whole.items():
         size = elements * getattr(torch, parameters[0].dtype).itemsize
         what = f"stored tensors are converted by {op}, which has no rule for parts"
         yield remark(f"{what}: it reads {size:,} bytes whole, and so does each rank that needs a part")

@@ -97,20 +97,43 @@ class Conversions:
         """Stored name → how transformers' ``save_pretrained`` makes it of the model's tensors, unless it is the model's
         of this name. Empty if transformers cannot reverse its conversions.
         """
+        try:
+            return self._names(self._asked.tensors)
+        except Exception:  # an entry without a reverse, of transformers' or of the user's
+            return {}
+
+    @property
+    def sampled(self) -> dict[str, Assembly]:
+        """Such ``names`` of one layer of each kind, found sooner; all of them if that fails."""
+        try:
+            return self._names(_of_one_layer_of_each_kind(self._asked.tensors))
+        except Exception:
+            return self.names
+
+    def _names(self, tensors: Mapping[str, Tensor]) -> dict[str, Assembly]:
         from transformers.core_model_loading import revert_weight_conversion
 
         recorder, self._asked._weight_conversions = _Recorder(), deepcopy(self._backward)
         first: dict[int, str] = {}
-        for name, tensor in self._asked.tensors.items():
+        for name, tensor in tensors.items():
             first.setdefault(id(tensor), name)
-        state = {name: recorder.source(name, self._asked.tensors[name].shape) for name in first.values()}
-        try:
-            with recorder, torch.no_grad():
-                stored = revert_weight_conversion(self._asked, state)
-            made = {name: recorder.made(tensor) for name, tensor in stored.items()}
-        except Exception:  # an entry without a reverse, of transformers' or of the user's
-            return {}
+        state = {name: recorder.source(name, tensors[name].shape) for name in first.values()}
+        with recorder, torch.no_grad():
+            stored = revert_weight_conversion(self._asked, state)
+        made = {name: recorder.made(tensor) for name, tensor in stored.items()}
         return {name: each for name, each in made.items() if each != Source(name, tuple(stored[name].shape))}
+
+
+def _of_one_layer_of_each_kind(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Layers are of one kind if their tensors have the same names behind the number, and the same shapes."""
+    layers: dict[tuple[str, ...], dict[str, Tensor]] = {}
+    kinds: dict[Any, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        layers.setdefault(tuple(re.split(r"(\d+)", name, maxsplit=1)[:2]), {})[name] = tensor
+    for start, held in layers.items():
+        kind = tuple((name.removeprefix("".join(start)), tensor.shape) for name, tensor in held.items())
+        kinds.setdefault((start[0], kind), held)
+    return {name: tensor for held in kinds.values() for name, tensor in held.items()}
 
 
 class _Groups:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.capture.model.assembly import Assembly, Shape, inverted, sources
+from planner.capture.model.assembly import Assembly, Shape, inverted, read_whole, sources
 from planner.capture.model.conversions import Conversions, Converted, unconverted
 from planner.capture.model.eager import plain_name
 from planner.capture.model.exchange import registry_kept
@@ -202,6 +202,12 @@ class HubFormat:
     def stored_names(self) -> Mapping[str, Assembly]:
         """Stored name → how it is made of the model's tensors, unless it is the model's of this name."""
         return self.names if self.conversions is None else self.conversions.names
+
+    @property
+    def made_whole(self) -> dict[str, int]:
+        """Op by which stored tensors are made → elements that it reads, of which no part can be made alone."""
+        sampled = self.names if self.conversions is None else self.conversions.sampled
+        return read_whole(self.stored_names.values()) if read_whole(sampled.values()) else {}
 
     def converted(self, stored: Mapping[str, Shape]) -> Converted:
         """How files with these tensors make the model's."""

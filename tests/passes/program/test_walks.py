@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from passes.program.matrices import parameter_roles
-from passes.program.walks import ancestors, in_order, leads_out, operands, readers, walk
+from passes.program.walks import Reach, ancestors, in_order, leads_out, operands, readers, walk
 from planner.capture.export import capture
 
 
@@ -41,6 +41,23 @@ def test_a_walk_ends_after_so_many(nodes: dict[str, fx.Node]):
 
 def test_ancestors_are_the_nodes_and_all_that_they_are_made_of(nodes: dict[str, fx.Node]):
     assert ancestors([nodes["d"], nodes["f"]]) == {nodes[n] for n in "abcdf"}
+
+
+@pytest.mark.parametrize("asked", ["abcdef", "fedcba", "dbafce"])
+def test_reach_has_the_nodes_of_a_walk_in_whichever_order_it_is_asked(nodes: dict[str, fx.Node], asked: str):
+    order = [nodes[n] for n in "afbcde"]
+    for reach, step in ((Reach(order[::-1], operands), operands), (Reach(order, readers), readers)):
+        for each in (*asked, "bc", "df", ""):
+            found, start = reach.of([nodes[n] for n in each]), [nodes[n] for n in each]
+            assert {n for n in order if n in found} == set(walk(start, step))
+
+
+def test_reach_walks_to_the_node_before_alone(nodes: dict[str, fx.Node]):
+    seen: list[str] = []
+    reach = Reach([nodes[n] for n in "edcbfa"], lambda n: seen.append(n.name) or operands(n))
+    reach.of([nodes["d"]])
+    reach.of([nodes["e"]])
+    assert seen == [*"dcba", "e"]
 
 
 def test_in_order_every_node_comes_after_its_operands(nodes: dict[str, fx.Node]):
