@@ -160,6 +160,11 @@ v3 = aten.reshape(v2, [2, 6, 8])
     )
 
 
+def test_tile_takes_fewer_numbers_than_there_are_dims():
+    assert canonical(lambda _, x: x[..., :4].tile(2)) == canonical(lambda _, x: x[..., :4].repeat(1, 1, 2))
+    assert canonical(lambda _, x: x.tile(1, 1) + 1) == canonical(lambda _, x: x + 1)
+
+
 @pytest.mark.thorough
 def test_a_change_of_dtype_has_one_name():
     there = canonical(lambda _, x: x.float().sin().double())
