@@ -237,8 +237,8 @@ def _copy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) ->
 
 
 def _repeat(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """[a, b].repeat(r, s) is [1, a, 1, b] expanded to [r, a, s, b], merged; a dim of size 1 is expanded in place. ``tile``
-    takes fewer numbers than there are dims, for the last of them.
+    """[a, b].repeat(r, s) is [1, a, 1, b] expanded to [r, a, s, b], merged; a dim of size 1 is expanded in place.
+    ``tile`` takes fewer numbers than there are dims, for the last of them.
     """
     x, times = args[0], [int(n) for n in args[1]]
     times = [1] * (len(shape_of(x)) - len(times)) + times

@@ -94,6 +94,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
         -torch.take_along_dim(z[mask].log_softmax(-1), y[mask][:, None], 1).mean()
     ),
     "a mask twice": lambda m, z, y, mask: (z[mask] - F.one_hot(y[y < CLASSES], VOCABULARY)).square().mean(),
+    "sizes compared": lambda m, z, y, mask: F.l1_loss(z[y < CLASSES][:, 0], y[y < CLASSES].to(z.dtype)),
     "classes weighted": lambda m, z, y, mask: (z[mask].logsumexp(-1) * m.balance[y[mask]]).mean(),
     "embedded": lambda m, z, y, mask: F.mse_loss(z[mask][:, :WIDTH], m.tokens(y[mask])),
     "margins": lambda m, z, y, mask: F.multi_margin_loss(z[mask], y[mask]),

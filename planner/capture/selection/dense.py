@@ -97,6 +97,7 @@ class _Rewriter:
             if isinstance(made, fx.Node) and made is self.write.last:
                 made._rename(node.name)  # its name in the export's signature
             if "asked" in node.meta and isinstance(self.env[node], fx.Node):
+                self.env[node].meta["asked"] = node.meta["asked"]
                 self.asked[key_of_mask(self.keys, self.env[node])] = node.meta["asked"]
         return self.write.graph
 

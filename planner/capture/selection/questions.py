@@ -99,6 +99,8 @@ class Questions:
         again = self._identity(question, makers)
         if again in self._answered:
             return self._answered[again]
+        if (answer := self._of_equal_masks(question, list(makers.values()))) is not None:
+            return answer
         key = key_of_stack()
         answer = self._assumed.answer(key)
         if answer is None:
@@ -155,6 +157,16 @@ class Questions:
         root.meta["asked"] = number
         return if_empty if number in self.empty else not if_empty
 
+    def _of_equal_masks(self, question: Any, makers: list[fx.Node | None]) -> bool | None:
+        """The answer to whether rows of ``x[y == 0]`` and ``z[y == 0]`` are as many; None for other questions."""
+        masks = [mask for node in makers if node is not None and (mask := _selecting(node)) is not None]
+        is_alone = question.func in (sympy.Eq, sympy.Ne) and all(side.is_Symbol for side in question.args)
+        if not is_alone or len(masks) != 2 or self._keys(masks[0]) != self._keys(masks[1]):
+            return None
+        if any(is_mutable(user.target) for n in walk(masks, operands) for user in n.users):
+            return None  # between both, perhaps
+        return question.func is sympy.Eq
+
     def _maker(self, graph: fx.Graph, symbol: Any) -> fx.Node | None:
         new: list[fx.Node] = []
         for node in reversed(graph.nodes):
@@ -192,12 +204,20 @@ def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tup
             return (found[0], bool(question.subs(symbol, int(found[1])))) if found is not None and differs else None
         at = _sign(question, symbol)
         return (root_of(read), at) if at is not None and is_count(read) else None
-    selects = packet_of(node.target) in (aten.nonzero, aten.nonzero_numpy, aten.argwhere, aten.where)
+    mask, at = _selecting(node), _sign(question, symbol)
+    return (root_of(mask), at) if at is not None and mask is not None else None
+
+
+def _selecting(node: fx.Node) -> fx.Node | None:
+    """The mask of a call that selects; None for other calls."""
+    read, selects = (
+        node.args[0],
+        packet_of(node.target) in (aten.nonzero, aten.nonzero_numpy, aten.argwhere, aten.where),
+    )
     if packet_of(node.target) is aten.index:
         masks = [n for n in node.args[1] if isinstance(n, fx.Node)]  # pyright: ignore
         read, selects = (masks[0], masks[0].meta["val"].dtype == torch.bool) if len(masks) == 1 else (None, False)
-    at = _sign(question, symbol)
-    return (root_of(read), at) if selects and at is not None and isinstance(read, fx.Node) else None
+    return read if selects and isinstance(read, fx.Node) else None
 
 
 def _told_inside(question: Any) -> bool | None:

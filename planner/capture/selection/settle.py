@@ -67,7 +67,8 @@ def compute_all_rows(
         if _are_same(one, two, questions.empty):
             continue
         is_branched = True
-        if is_dynamic(module) or not is_same_without(module, other, questions.empty, constants):
+        full, bare = fx.GraphModule(module, found.graph), fx.GraphModule(other, two.graph)
+        if not is_same_without(full, bare, questions.empty, constants):
             raise PlanError(
                 "the model cannot be captured: its computation depends on whether any row is selected (data-dependent)",
                 where=asked.asked[0],

@@ -16,8 +16,9 @@ Body = Callable[["Padded", Tensor, Tensor | None], Tensor]
 
 
 class Padded(nn.Module):
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, of_some: bool) -> None:
         super().__init__()
+        self.of_some = of_some
         self.embed, self.qkv, self.head = nn.Embedding(20, 8, padding_idx=1), nn.Linear(8, 24), nn.Linear(8, 20)
         self.attend, self.body = nn.MultiheadAttention(8, 2, batch_first=True), body
 
@@ -26,6 +27,8 @@ class Padded(nn.Module):
         if not pad.any():
             pad = None
         x = self.body(self, self.embed(ids), pad)
+        if self.of_some:
+            return F.cross_entropy(self.head(x)[labels != 0], labels[labels != 0])
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -68,16 +71,17 @@ def scaled_sum(model: Padded, x: Tensor, pad: Tensor | None) -> Tensor:
     return x if pad is None else torch.add(pad.type_as(x)[..., None].expand_as(x), x, alpha=2)
 
 
-def captured(body: Body) -> tuple[Padded, Program]:
+def captured(body: Body, of_some: bool = False) -> tuple[Padded, Program]:
     torch.manual_seed(0)
-    model, ids = Padded(body).double(), torch.empty((3, 5), dtype=torch.int64, device="meta")
+    model, ids = Padded(body, of_some).double(), torch.empty((3, 5), dtype=torch.int64, device="meta")
     return model, capture(model, {"ids": ids, "labels": ids})
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("of_some", [False, True], ids=["all labels", "selected labels"])
 @pytest.mark.parametrize("body", [own_scores, fused, of_pytorch, mean_of_kept])
-def test_one_graph_computes_batches_with_and_without_padding(body: Body) -> None:
-    model, program = captured(body)
+def test_one_graph_computes_batches_with_and_without_padding(body: Body, of_some: bool) -> None:
+    model, program = captured(body, of_some)
     for lowest in (0, 2):
         ids, labels = torch.randint(lowest, 20, (2, 3, 5))
         ids[:, 0] = 3
@@ -90,10 +94,11 @@ def test_one_graph_computes_batches_with_and_without_padding(body: Body) -> None
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("of_some", [False, True], ids=["all labels", "selected labels"])
 @pytest.mark.parametrize("body", [doubled, without_gradient, scaled_sum])
-def test_another_result_or_gradient_without_the_mask_is_refused_at_its_line(body: Body) -> None:
+def test_another_result_or_gradient_without_the_mask_is_refused_at_its_line(body: Body, of_some: bool) -> None:
     with pytest.raises(PlanError, match="depends on whether any row is selected") as error:
-        captured(body)
+        captured(body, of_some)
     assert "if not pad.any()" in str(error.value.where)
 
 
