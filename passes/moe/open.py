@@ -1,8 +1,9 @@
 """open_experts(program, experts, mesh): inserts the exchange of rows if experts have axes of their own.
 
 A layer that cannot be distributed is refused here, before any decision: none is skipped silently. Without such axes
-nothing has to move: experts in a loop that would compute every token are opened all the same, so that each computes the
-rows that chose it. A loop that is not understood does not change.
+nothing has to move: experts that would compute every token are opened all the same, so that each computes the rows that
+chose it: in a loop, and in stacks of at least ``FEW`` times as many as a token chooses. What is not understood does not
+change.
 
 Each way to combine tokens and experts has its opening, which puts the exchange (passes/moe/exchange.py) around the
 calls that depend on the expert. Run in one process, an opened graph computes what the captured one does.
@@ -29,6 +30,8 @@ from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.rules.follow import follow
 from passes.types.types import Sizes
+
+FEW = 4  # of fewer, one product of all stacks and tokens takes about the time of sorting rows
 
 
 def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int = 1, dense: str = "") -> Experts:
@@ -71,16 +74,16 @@ def to_rows(program: Program, layer: ExpertLayer, layers: Iterable[ExpertLayer] 
 
     ``ep``: each of so many ranks has the branches of its own experts alone; 0: rows stay on their rank.
     """
-    own = take_own_slices(program, layer) if layer.beside else layer
+    own = take_own_slices(program, layer) if layer.beside and ep else layer
     return _opening_of(own)(program, own, layers, ep).run()
 
 
 def _chosen_rows_alone(program: Program, experts: Experts, dense: str) -> Experts:
-    """Loops over experts compute the rows that chose each, on every rank."""
+    """Experts that compute tokens which did not choose them compute the rows that did, on every rank."""
     layers = list(experts.layers)
     for place, layer in enumerate(layers):
-        # branches that compute tokens that did not choose them
-        if layer.dispatch is Dispatch.EVERY_TOKEN and layer.tips and layer.top_k < layer.num_experts:
+        most = layer.num_experts - 1 if layer.tips else layer.num_experts // FEW
+        if layer.dispatch is Dispatch.EVERY_TOKEN and layer.top_k <= most:
             layers[place] = _opened_here(program, layer, layers, dense)
     return Experts(tuple(layers), experts.doubts)
 
@@ -89,11 +92,13 @@ def _opened_here(program: Program, layer: ExpertLayer, layers: list[ExpertLayer]
     if dense:
         return replace(layer, dense=Doubt(dense))
     nodes = program.graph.graph.nodes
-    before = set(nodes)
+    before = {node: domain_of(node) for node in nodes}
     try:
         opened = to_rows(program, layer, layers)
     except PlanError as error:
         erase_unread(program.graph.graph, [node for node in nodes if node not in before])
+        for node in (node for node in nodes if before[node] is None):
+            node.meta.pop("domain", None)
         return replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
     for node in nodes:
         if (domain := domain_of(node)) is not None:

@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from planner import plan
-from tests.models import experts
+from tests.models import experts, stacked_experts
+from tests.models.adapted_experts import LowRank, adapted
+from tests.tools.simulated_mesh import equals_one_process
 
 
 def rows(layer: Any, **mesh: int) -> list[str]:
@@ -45,3 +49,39 @@ def test_what_is_not_taken_for_experts_has_a_row_with_the_reason():
 
 def test_a_dense_layer_has_no_row():
     assert rows(experts.SoftMixture(), tp=2) == []
+
+
+# ---- stacks of all experts, on meshes without ep
+
+FEW_CHOSEN = {"num_experts": 8, "top_k": 2}
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: stacked_experts.Stacks(stacked_experts.biased, **FEW_CHOSEN),
+        lambda: adapted(stacked_experts.Stacks(stacked_experts.biased, **FEW_CHOSEN), LowRank),
+        pytest.param(lambda: experts.Layer(experts.copied, **FEW_CHOSEN), marks=pytest.mark.thorough),
+    ],
+    ids=["biased", "adapted", "copied"],
+)
+def test_stacks_compute_the_rows_that_chose_them(made: Any, mesh: dict[str, int]):
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return experts.Net(made()).double()
+
+    generator = torch.Generator().manual_seed(1)
+    batch = {n: torch.randint(experts.VOCABULARY, (4, 12), generator=generator) for n in ("input_ids", "labels")}
+    (layer,) = equals_one_process(make, batch, mesh).plan.experts
+    assert layer.how == "the rows that chose it"
+
+
+def test_stacks_that_are_not_opened_say_why():
+    half = rows(experts.Layer(experts.stacked))
+    assert half == ["4 experts, 2 per token (every token, weighted): every rank holds all of them"]
+    (_, why) = rows(stacked_experts.Stacks(stacked_experts.over_experts, **FEW_CHOSEN))
+    assert why == (
+        "each of the 8 experts computes every token, 4× the work: "
+        "the result of one token of one expert depends on others"
+    )
