@@ -110,6 +110,9 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     ),
     "whole, then selected": lambda m, z, y, mask: ((z - 1) ** 2).mean(-1)[mask].mean(),
     "masked_select": lambda m, z, y, mask: torch.masked_select(z.square().mean(-1), mask).mean(),
+    "masked_select, expanded": lambda m, z, y, mask: F.l1_loss(
+        z.masked_select(mask[..., None]), (y[..., None] % 5).to(z).expand_as(z).masked_select(mask[..., None])
+    ),
     "by feature": lambda m, z, y, mask: z[mask].sum(0).square().sum() / mask.sum() ** 2,
     "quotients": lambda m, z, y, mask: (z[mask] / (CLASSES - y[mask])[:, None]).tanh().mean(),
     "of a mask that is computed": _computed,

@@ -2,7 +2,7 @@
 
 torch.equal(a, b)          bool((a == b).all())
 torch.allclose(a, b)       bool(isclose(a, b).all())
-masked_select(x, mask)     x[mask], if both have one shape
+masked_select(x, mask)     x[mask], both expanded to one shape
 take_along_dim(x, i, d)    x.gather(d, i), if all other dims are known to be equal, or depend on data
 bincount(x, minlength=n)   stack([(x == 0).sum(), …]), if every x is the index of one of n
 
@@ -93,12 +93,19 @@ def _taken(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor | None:
     return x.gather(dim, indices) if is_alike else None
 
 
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
+    if mask.dtype != torch.bool:
+        return None
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return x.expand(shape)[mask.expand(shape)]
+
+
 _SPELLED: dict[str, Callable[..., Any]] = {
     "equal": lambda a, b: a.shape == b.shape and bool((a == b).all()),
     "allclose": lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()),
     "bincount": _bincount,
     "take_along_dim": _taken,
-    "masked_select": lambda x, mask: x[mask] if mask.shape == x.shape and mask.dtype == torch.bool else None,
+    "masked_select": _masked_select,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }
 
