@@ -32,10 +32,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """``from planner import plan`` loads PyTorch only then: the arithmetic rooms stay quick to import."""
+    """Import a public name when it is first used, so that ``import planner`` alone does not load PyTorch."""
     import importlib
 
-    if name == "capture":  # the room of that name, which can be called
+    if name == "capture":  # a package of this name, which is callable
         return importlib.import_module("planner.capture")
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""plan(): the recipe, read top to bottom. The folder with the name of a step holds its decisions.
+"""plan(): the recipe, read top to bottom. Each step decides in the folder of its name.
 
-capture() does the first step alone, once for the plans of several specs.
+capture() runs the first step alone, for the plans of several specs.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from planner.tables.build import Beside, tables_of
 from planner.tables.tables import remark
 from planner.trace.lowered import Lowered
 
-_MOST_PLANNED = 8  # layouts that are planned before the error that none fits
+_MOST_PLANNED = 8  # layouts that are planned before the search fails because none fits
 
 
 def capture(
@@ -55,16 +55,16 @@ def capture(
     """Run ``torch.export`` on one microbatch of ``model``, once for the plans of several specs; nothing is allocated.
 
     model: any nn.Module, with real weights or on the meta device; it is not changed. spec: a YAML file, a dict or a
-    Spec; it reads ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters``.
-    example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), in place of ``spec.inputs``.
+    Spec, of which ``inputs``, ``batch.micro`` (auto: two sequences), ``loss`` and ``precision.parameters`` are read.
+    example_inputs: keyword tensors of ONE microbatch [micro, …] (meta is fine), instead of ``spec.inputs``.
     Raises PlanError if the model cannot be captured: problem, place (module and the user's line), fix.
     """
     checked = _checked(model, spec, "capture", (nn.Module,))
     with _planning(checked):
-        seen = spec_to_capture(checked.longest, example_inputs)
-        made = capture_model(model, seen, inputs_of(seen, example_inputs))
-        made.remember_model()
-    return made
+        capture_spec = spec_to_capture(checked.longest, example_inputs)
+        captured = capture_model(model, capture_spec, inputs_of(capture_spec, example_inputs))
+        captured.remember_model()
+    return captured
 
 
 def plan(
@@ -74,11 +74,10 @@ def plan(
 ) -> Plan:
     """Decide how ``model`` runs on the mesh of ``spec``; nothing is allocated, no process group is needed.
 
-    model: any nn.Module, with real weights or on the meta device; it is not changed. Or a Captured of it: the plan is
-    the same, and torch.export does not run again (except for ``mesh: auto``, if the fastest layout has another micro).
-    spec: a YAML file, a dict or a Spec. example_inputs: keyword tensors of ONE microbatch (meta is fine); without them
-    they are made from ``spec.inputs``. Raises PlanError: problem, place (module and the user's line, or the spec's),
-    fix.
+    model: any nn.Module, with real weights or on the meta device; it is not changed. Or its Captured, which gives the
+    same plan without another torch.export (except for ``mesh: auto``, if the fastest layout has another micro).
+    spec: a YAML file, a dict or a Spec. example_inputs: keyword tensors of ONE microbatch (meta is fine), by default
+    made from ``spec.inputs``. Raises PlanError: problem, place (module and the user's line, or the spec's), fix.
 
     A Captured is refused for a spec with other inputs (names, shapes, dtypes), another micro, loss or
     precision.parameters, and if the model has changed since: its modules and their classes, forwards, attributes and
@@ -89,7 +88,7 @@ def plan(
     checked = _checked(model, spec)
     with _planning(checked, model):
         if checked.lengths and example_inputs is not None:
-            what = "example_inputs have one length, and the spec's inputs several"
+            what = "example_inputs have one length, but the inputs of the spec have several"
             raise checked.error("inputs", what, "leave out example_inputs, or write one length")
         check_rate_function(checked.optimizer.schedule.kind)
         given = _Given(model, example_inputs, model.earlier if isinstance(model, Captured) else Earlier())
@@ -97,11 +96,11 @@ def plan(
         if not checked.lengths:
             return decide(checked)
         try:
-            found = decide(checked.longest)
+            longest = decide(checked.longest)
         except Undivided as error:
             raise of_length(error, checked, checked.lengths[-1]) from error.__cause__
         alone = model.given if isinstance(model, Captured) else model
-        return plan_lengths(checked, found, replace(given, model=alone).decide)
+        return plan_lengths(checked, longest, replace(given, model=alone).decide)
 
 
 def find_layouts(
@@ -112,12 +111,13 @@ def find_layouts(
     top: int = 5,
     progress: Progress = lambda what, done, total: None,
 ) -> Result:
-    """The ``top`` fastest layouts for the keys that ``spec`` leaves to auto, and why others lose. Arguments as of
-    plan().
+    """Return the ``top`` fastest layouts for the ``auto`` keys of ``spec``, and why others are slower or do not fit.
+
+    model, spec, example_inputs: as for plan(). progress: called with the current work, items done, and their total.
     """
     checked = _checked(model, spec).longest
     if not checked.mesh.has_auto:
-        raise checked.error("mesh", "no axis of the mesh is auto, so that nothing is searched", "write mesh: auto")
+        raise checked.error("mesh", "no axis of the mesh is auto: there is nothing to search", "write mesh: auto")
     with _planning(checked, model):
         return _Given(model, example_inputs).search(checked, top, progress)[1]
 
@@ -128,7 +128,7 @@ def _checked(
     call: str = "plan",
     kinds: tuple[type, ...] = (nn.Module, Captured),
 ) -> Spec:
-    """The spec, for a ``call`` that takes such models."""
+    """Return the loaded spec. Raises PlanError, in the name of ``call``, for a model of none of these ``kinds``."""
     if not isinstance(model, kinds):
         raise PlanError(
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
@@ -140,7 +140,7 @@ def _checked(
 
 @contextlib.contextmanager
 def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator[None]:
-    """Errors name the lines of ``spec``; a Captured must still be of its model."""
+    """Prepare for planning: errors name the lines of ``spec``, and a Captured must still match its model."""
     with spec.locating(), gc_paused(), _on_cpu():
         if isinstance(model, Captured):
             model.check_model()
@@ -149,8 +149,8 @@ def _planning(spec: Spec, model: nn.Module | Captured | None = None) -> Iterator
 
 @dataclass(frozen=True)
 class _Given:
-    """A model to plan, or its capture, and the inputs of one microbatch, if they are not the spec's. ``earlier``:
-    captures of the model at other sizes.
+    """A model to plan, or its capture. ``example_inputs``: of one microbatch, if not the spec's. ``earlier``: captures
+    of the model at other sizes.
     """
 
     model: nn.Module | Captured
@@ -158,7 +158,7 @@ class _Given:
     earlier: Earlier | None = None
 
     def captured(self, spec: Spec) -> Captured:
-        """The model, captured for ``spec``, unless it is already."""
+        """Return the capture of the model for ``spec``; one that exists already is checked against ``spec``."""
         if not isinstance(self.model, Captured):
             return capture_model(self.model, spec, inputs_of(spec, self.example_inputs), self.earlier)
         self.model.check_spec(spec, inputs_of(spec, self.example_inputs or self.model.example_for(spec)))
@@ -166,10 +166,8 @@ class _Given:
 
     def search(self, spec: Spec, top: int, progress: Progress) -> tuple[Captured, Result]:
         if spec.cluster is None:
-            fix = f"add `cluster: NAME`, of a file or one of {', '.join(shipped_names())}; or write all sizes"
-            raise spec.error(
-                "mesh", "the mesh is auto, but the spec names no cluster, on which the search depends", fix
-            )
+            fix = f"add `cluster: NAME`, a file or one of {', '.join(shipped_names())}; or write all sizes"
+            raise spec.error("mesh", "the mesh is auto, but the spec names no cluster to search for", fix)
         cluster = read_cluster(spec.cluster)
         check_pins(spec, check_devices(spec, cluster))  # before a model is captured
         start = time.perf_counter()
@@ -186,7 +184,7 @@ class _Given:
         return captured, replace(result, seconds={"capture": spent, **result.seconds})
 
     def decide_the_fastest(self, spec: Spec) -> Plan:
-        """The plan of the fastest layout that also fits by the plan's own rows of memory."""
+        """Return the plan of the fastest layout that fits by the memory rows of its full plan too."""
         with shown_if_slow("searching the fastest layout"):
             captured, result = self.search(spec, _MOST_PLANNED, lambda what, done, total: None)
         by_micro, notes = {captured.micro: captured}, []
@@ -194,17 +192,17 @@ class _Given:
             asked = planned_spec(result.spec, candidate.point)
             micro = int(asked.batch.micro)
             by_micro[micro] = by_micro.get(micro) or replace(self, model=captured.given).captured(asked)
-            found = _Given(by_micro[micro], self.example_inputs).decide(asked)
-            most = max((row.total for row in found.memory), default=0)
+            decided = _Given(by_micro[micro], self.example_inputs).decide(asked)
+            most = max((row.total for row in decided.memory), default=0)
             if most <= result.memory_bytes:
                 rows = [remark(note, "mesh") for note in (chosen(result, candidate), *notes)]
-                return replace(found, diagnostics=(*found.diagnostics, *rows))
+                return replace(decided, diagnostics=(*decided.diagnostics, *rows))
             notes.append(fits_not(candidate, most, result.memory_bytes))
         what = f"none of the {len(result.best)} fastest layouts fits: {notes[-1]}"
         raise spec.error("mesh", what, "pin recompute: full")
 
     def decide(self, spec: Spec, held: KeptDecisions | None = None) -> Plan:
-        """Every step that decides or refuses, in its order. ``held``: what the plan of another length has decided."""
+        """Run every step that decides or refuses, in order. ``held``: decisions of the plan of another length."""
         cluster = None if spec.cluster is None else read_cluster(spec.cluster)
         mesh = spec.mesh.to_mesh(fold_of(spec.pipeline.schedule), spec.optimizer.shard_group or 0)
         on_gpu = cluster is not None and cluster.device.is_gpu
@@ -245,6 +243,6 @@ def _schedule(spec: Spec, mesh: Mesh, costs: StageCosts | None) -> Schedule:
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """The caller may be inside `with torch.device("meta")`; if not, no mode needs to watch each factory call."""
-    is_cpu = torch.get_default_device().type == "cpu"
+    """Return a context with the CPU as default device, as the caller may be inside ``with torch.device("meta")``."""
+    is_cpu = torch.get_default_device().type == "cpu"  # then no mode needs to intercept each factory call
     return contextlib.nullcontext() if is_cpu else torch.device("cpu")

@@ -1,10 +1,9 @@
-"""The planner's commands search, groups, schedule and schema, and how a plan is printed: no GPU, no process group.
+"""The planner's commands search, groups, schedule and schema, and the printing of plans: no GPU, no process group.
 
-``plan`` itself is in runtime/commands, as it shows the passes too.
+The command ``plan`` is in runtime/commands, because it prints the passes too.
 
-One idea holds them together: a command builds plain data with the planner, then prints it in the asked format. A
-PlanError from anywhere below becomes one message on stderr and exit code 2, RunError the same with 1
-(planner.command_group).
+A command builds plain data with the planner and prints it in the requested format. A PlanError becomes one message on
+stderr and exit code 2, a RunError exit code 1 (planner.command_group).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Peft = Annotated[
     typer.Option(
         "--peft",
         metavar="CONFIG|DIR",
-        help="Wrap MODEL by the package peft: an adapter_config.json, or a directory of saved adapters.",
+        help="Wrap MODEL with the package peft: an adapter_config.json, or a directory of saved adapters.",
     ),
 ]
 Output = Annotated[
@@ -75,7 +74,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of no command."""
+    """Define the options of the program itself."""
 
 
 PlanFormat = Literal["table", "json", "yaml", "html", "pt", "schedule"]
@@ -84,14 +83,14 @@ ScheduleFormat = Literal["table", "json", "svg"]
 
 
 def show_plan(plan: Plan, *, full: bool = False) -> None:
-    """The plan's tables on stdout: in colours and at its width in a terminal, as plain text elsewhere."""
+    """Print the plan's tables to stdout: in colours and fitted to the width of a terminal, else as plain text."""
     from planner.report.sections import sections
 
     show_sections(sections(plan, full=full))
 
 
 def show_sections(parts: list[Section], output: Path | None = None) -> None:
-    """Tables on stdout, as a plan's are, or as plain text in the file ``output``."""
+    """Print tables to stdout as ``show_plan`` does, or write them as plain text to the file ``output``."""
     from planner.report.text import print_sections, sections_text
 
     if output is None and sys.stdout.isatty():
@@ -101,19 +100,19 @@ def show_sections(parts: list[Section], output: Path | None = None) -> None:
 
 
 def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], output: Path | None = None) -> None:
-    """One table, as ``show_sections`` shows it."""
+    """Print one table as ``show_sections`` does."""
     from planner.report.section import Section
 
     show_sections([Section(title, columns, tuple(rows))], output)
 
 
 def title_of(model: str, spec: Path) -> str:
-    """The names of a model and its spec, for the title of a page."""
+    """Return the title of a page: the names of the model and of its spec."""
     return f"{Path(model.removeprefix('hf:')).name or model} · {spec.name}"
 
 
 def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: str = "") -> str:
-    """The plan as text: tables for people (``full``: a row for every block), JSON, YAML or HTML; or its schedule."""
+    """Return the plan as tables, JSON, YAML or HTML, or its schedule. ``full``: a row for every block."""
     from planner.report.text import to_yaml
 
     match format:
@@ -130,7 +129,7 @@ def format_plan(plan: Plan, format: PlanFormat, *, full: bool = False, title: st
         case "schedule":
             return format_schedule(replace(plan.schedule.on(plan.mesh), kind=CUSTOM))
         case "pt":
-            raise AssertionError("a plan that runs is a file, not text")
+            raise AssertionError("a .pt plan is a binary file, not text")
 
 
 @app.command("search", epilog="Example: meshwright search hf:config.json specs/auto.yaml --top 5 --best best.yaml")
@@ -152,7 +151,10 @@ def search_command(
     ] = None,
     peft: Peft = None,
 ) -> None:
-    """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one loses."""
+    """Rank the layouts for all `auto` keys of the spec, fastest first, each with its seconds and memory.
+
+    Each layout behind the first carries the reason why it is slower.
+    """
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model, named
     from planner.search.winner import chosen, result_sections, result_to_dict, winner_text
@@ -215,7 +217,7 @@ def _groups_section(kind: str, groups: dict[str, list[list[int]]], world_size: i
 
 
 def _axis_name(token: str, kind: str) -> str:
-    """``tp`` of the experts is etp, their ``dp`` edp: in JSON the generator's own names stay."""
+    """Return the name of an axis in the table: etp and edp for experts. JSON keeps the names tp and dp."""
     names = {"tp": "etp", "dp": "edp"} if kind == "expert" else {}
     return "-".join(names.get(axis, axis) for axis in token.split("-"))
 
@@ -264,8 +266,10 @@ def schema_command(
 
 
 def write_text(text: str | Iterable[str], path: Path | None = None, option: str = "--output") -> None:
-    """To stdout, or to ``path``; parts that are not one string are written as they are. Raises PlanError if the file
-    cannot be written."""
+    """Write ``text`` to stdout or to ``path``: one string as complete lines, several parts unchanged.
+
+    Raises PlanError, with ``option`` as its place, if the output cannot be written.
+    """
     if isinstance(text, str):
         text = (text if text.endswith("\n") else text + "\n",)
     if path is None:
@@ -275,7 +279,7 @@ def write_text(text: str | Iterable[str], path: Path | None = None, option: str 
         except BrokenPipeError:
             raise
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would try again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at exit
             fix = f"free space there, or write to a file: {option}"
             raise PlanError(reason(error), where="the standard output", fix=fix) from None
         return
@@ -287,7 +291,7 @@ def write_text(text: str | Iterable[str], path: Path | None = None, option: str 
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that gets the current work, the number of finished items, and their total (0: unknown)."""
+    """Yield a function of the current work, the number of finished items, and their total (0: unknown)."""
     console = Console(stderr=True)
     if not (sys.stderr.isatty() and console.is_terminal):
         yield lambda what, done, total: None

@@ -1,4 +1,4 @@
-"""How typer runs our commands: bad input is one message, flags take no value, ``plan`` stands first in the help."""
+"""Our classes of typer: bad input ends with one message, flags show no value, the help lists ``plan`` first."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from passes.errors import PlanError, RunError
 from planner.files.text import OPEN_FILES_FIX, printable, reason, shorten
 
 BAD_INPUT, RUN_FAILED = 2, 1
-_OF_FILES = (EMFILE, ENFILE, ENOSPC, EFBIG, EDQUOT, EIO, EROFS, ENOENT)  # of the machine, whichever file it was
-PROCESS = "process"  # the object of a context: the command is all that this process does
+_OF_FILES = (EMFILE, ENFILE, ENOSPC, EFBIG, EDQUOT, EIO, EROFS, ENOENT)  # file errors even without a file name
+PROCESS = "process"  # the context object when the command is all that this process does
 
 
 class _PlainFlags:
-    """Typer writes ``<bool>`` behind a flag, as if a value had to follow it."""
+    """Flags without the ``<bool>`` that typer prints behind them, as if a value had to follow."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,7 +28,7 @@ class _PlainFlags:
 
 
 class Commands(_PlainFlags, TyperGroup):
-    """A group of commands in which bad input ends with one message and exit code 2, never with a traceback."""
+    """A group of commands: an error ends with one message and an exit code, never with a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -39,13 +39,13 @@ class Commands(_PlainFlags, TyperGroup):
             raise typer.Exit(BAD_INPUT if isinstance(error, PlanError) else RUN_FAILED) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """``plan`` first: all begins with it."""
+        """Return the names with ``plan`` first: users begin with it."""
         return sorted(super().list_commands(ctx), key=lambda name: name != "plan")
 
 
 @contextmanager
 def _file_errors() -> Iterator[None]:
-    """A file that the system refuses, wherever it is opened or looked up, such as one with too long a name."""
+    """Turn an OSError about a file, such as a name that is too long, into a PlanError."""
     try:
         yield
     except OSError as error:
@@ -57,10 +57,10 @@ def _file_errors() -> Iterator[None]:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command with a help text that shows flags as flags."""
+    """A command that reports an error of a function's argument at the option of this argument."""
 
     def invoke(self, ctx: Any) -> Any:
-        """An error at an argument of a function is one at the option that gave it: ``top_p`` → ``--top-p``."""
+        """Run the command; the place ``top_p`` of a PlanError becomes ``--top-p``."""
         try:
             return super().invoke(ctx)
         except PlanError as error:
@@ -71,7 +71,7 @@ class Command(_PlainFlags, TyperCommand):
 
 
 class App(typer.Typer):
-    """All its commands are of the class ``Command``."""
+    """A typer app with commands of the class ``Command``."""
 
     def command(self, *names: Any, **options: Any) -> Any:
         return super().command(*names, **{"cls": Command, **options})

@@ -1,6 +1,6 @@
 """The decisions on the captured program: the plan's rows print them, and passes lower them.
 
-A fresh plan holds them, and one from a ``.pt``; a plan that was loaded from JSON has only its rows.
+A fresh plan and one loaded from ``.pt`` hold them; a plan loaded from JSON has only the rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from planner.updates import UpdateRules
 
 @dataclass(frozen=True)
 class Decisions:
-    """``lowering``: all that the passes read; the planner alone reads the other fields.
+    """All decisions of a plan. Passes read ``lowering``; only the planner reads the other fields.
 
-    By ``on_gpu`` and ``cudnn`` (of attention), which the cluster says, kernels are chosen that ops are counted with.
-    ``imbalance``: rows of experts on the fullest rank of ep over the mean, as the spec expects.
+    ``on_gpu`` and ``cudnn`` (whether attention uses it), from the cluster, choose the kernels that costs assume.
+    ``imbalance``: expected rows of experts on the fullest ep rank, divided by the mean.
     """
 
     lowering: Lowering
@@ -64,45 +64,45 @@ class Decisions:
         return self.lowering.experts
 
     def without_own_tokens(self) -> Decisions:
-        """For recomputed blocks, which gather in the backward anyway."""
+        """Return a copy for recomputed blocks, which gather keys and values in the backward anyway."""
         options = replace(self.lowering.options, own_tokens=False)
         return replace(self, lowering=replace(self.lowering, options=options))
 
     @cached_property
     def batch_inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Batch key → shape of one sequence and dtype, as the model was captured with them."""
+        """Batch key → shape of one sequence, and dtype, both as captured."""
         values = {key: self.program.node(name).meta["val"] for name, key in self.program.inputs.items()}
         return {key: (tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """The role of each parameter, by name: how fresh weights are drawn depends on it."""
+        """Name of each parameter → its role, by which fresh weights are drawn."""
         return parameter_roles(self.program.graph.graph, self.program.parameters)
 
     @cached_property
     def expert_parts(self) -> dict[str, ExpertPart]:
-        """The expert parts that parameters hold, by placeholder; empty if experts have no axes of their own."""
+        """Placeholder of an expert parameter → its part of the experts; empty if experts have no axes of their own."""
         return expert_parts(self.experts) if self.mesh.has_expert_axes else {}
 
     @property
     def fullest(self) -> float:
-        """Rows of experts on the fullest rank of ep over the mean; one rank can have no more than all."""
+        """``imbalance``, but at most ep: a rank cannot have more rows than all ranks together."""
         return min(self.imbalance, float(self.mesh.ep))
 
     def load(self) -> ExpertLoad:
-        """What a step counts of experts: of all layers, if experts have axes of their own."""
+        """Return the counters of experts in a step; of no layer unless experts have axes of their own."""
         layers = self.experts.layers if self.mesh.has_expert_axes else ()
         asked = sum(asked.size for asked in self.lowering.asked)
         return ExpertLoad([layer.num_experts for layer in layers], [layer.limit for layer in layers], asked)
 
     @cached_property
     def resting(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameter → the figures of a step, of those that ``asked`` counts: it rests if all of them are zero."""
+        """Parameter → indices of the figures that ``asked`` counts in a step: if all are zero, it is not updated."""
         return resting(self.program, self.experts)
 
     @cached_property
     def id_ranges(self) -> dict[str, tuple[IdRange, ...]]:
-        """Batch key → which integers it may hold."""
+        """Batch key → the ranges of integers that it may hold."""
         return id_ranges(self.program)
 
     @cached_property
@@ -112,14 +112,13 @@ class Decisions:
 
     @cached_property
     def scored(self) -> Scored:
-        """The op of the loss that looks up the targets' probabilities. Raises PlanError if it does not."""
+        """The op of the loss that looks up the probabilities of the labels. Raises PlanError if there is none."""
         return find_scored(self.program)
 
     def calls_of(self, block: Block) -> list[fx.Node]:
-        """The calls of a block; of calls that stages recompute, such as views of weights, those that only these calls
-        read.
+        """Return the calls of a block, with calls copied to every stage (views of weights) that only they read.
 
-        So a value that blocks share, as a bias of relative positions, is computed outside, with all its inputs.
+        A value that several blocks read, such as a bias of relative positions, therefore stays outside of blocks.
         """
         found: dict[fx.Node, None] = {}
         for node in map(self.program.node, reversed(block.nodes)):

@@ -1,6 +1,6 @@
-"""With ``packing: documents`` each document trains as if it were alone: no value of one depends on a token of another.
+"""Checks ``packing: documents``: no value of a document may depend on a token of another document.
 
-Checked on the program of a short sequence with two documents (passes.partition.sequence.crossing).
+The check runs the program of a short sequence with two documents (passes.partition.sequence.crossing).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from passes.program.source_lines import where_of
 from passes.program.walks import readers, walk
 from planner.spec.inputs import TELLING, role_of
 
-SHORT = 272  # tokens: attention over them takes milliseconds, and few models have a width of as many
+SHORT = 272  # tokens: attention over them takes milliseconds, and few models have a width of this size
 LABELS = ("labels", "next_tokens", "attention_mask")
 Inputs = Mapping[str, Tensor]
 
@@ -30,11 +30,11 @@ Inputs = Mapping[str, Tensor]
 def check_documents(
     model: nn.Module, inputs: Inputs, given: Mapping[str, str], program_of: Callable[[Inputs], Program]
 ) -> bool:
-    """Whether ``kept_apart`` must make the model's scans and convolutions end with documents. ``inputs``: of one
-    microbatch, without values; if none names documents, nothing is checked, and the objective refuses them. ``given``:
-    the spec's ``data.inputs``. ``program_of``: the program captured of such inputs.
+    """Return whether ``kept_apart`` must end the model's scans and convolutions at the ends of documents.
 
-    Raises PlanError, with the line, for an op by which the loss of a document depends on another.
+    ``inputs``: of one microbatch, without values; if none marks documents, nothing is checked here, and the objective
+    refuses the inputs. ``given``: the spec's ``data.inputs``. ``program_of``: captures the program of such inputs.
+    Raises PlanError, with the source line, for an op by which the loss of a document depends on another.
     """
     roles = {name: role_of(name, given) for name in inputs}
     names = [name for name, role in roles.items() if role in TELLING]
@@ -62,14 +62,14 @@ def check_documents(
 
 
 def kept_apart(program: Program, given: Mapping[str, str]) -> bool:
-    """Make scans and convolutions end with documents, in place; returns whether any does."""
+    """End scans and convolutions at the ends of documents, in place; return whether there are any."""
     roles = {p: role_of(name, given) for p, name in program.inputs.items()}
-    told = [p for p, role in roles.items() if role == "positions" and len(shape_of(program.node(p))) == 2]
-    return bool(told) and end_at_borders(program, told[0])
+    positions = [p for p, role in roles.items() if role == "positions" and len(shape_of(program.node(p))) == 2]
+    return bool(positions) and end_at_borders(program, positions[0])
 
 
 def telling_values(begins: Tensor, num_ends: int) -> dict[str, Tensor]:
-    """``begins`` [b, length]: whether a document begins at a token. By role, the inputs that name documents."""
+    """Return the inputs that mark documents, by role. ``begins`` [b, length]: whether a token begins a document."""
     length = begins.shape[1]
     places, numbers = torch.arange(length).expand(begins.shape), begins.long().cumsum(-1) - 1
     same = numbers[:, :, None] == numbers[:, None, :]
@@ -88,20 +88,20 @@ def _shortened(inputs: Inputs, tokens: int) -> Inputs:
 
 
 def _values(inputs: Inputs, roles: Mapping[str, str | None], homes: Tensor) -> dict[str, Tensor]:
-    """Of the inputs that are no tokens, in sequences of two documents."""
+    """Return values of all inputs except tokens, for sequences of two documents."""
     begins = F.pad(homes.diff(), (1, 0), value=1).bool()
-    found = {}
+    values = {}
     for name, x in inputs.items():
         if roles[name] in TELLING:
-            told = telling_values(begins.expand(x.shape[0], -1), x.shape[1])[str(roles[name])]
-            found[name] = told.to(x.dtype)
+            marks = telling_values(begins.expand(x.shape[0], -1), x.shape[1])[str(roles[name])]
+            values[name] = marks.to(x.dtype)
         elif roles[name] in LABELS:
-            found[name] = torch.ones(x.shape, dtype=x.dtype)
-    return found
+            values[name] = torch.ones(x.shape, dtype=x.dtype)
+    return values
 
 
 def _is_embedded(program: Program, placeholder: str) -> bool:
-    """Whether labels are tokens too, as those that a decoder reads."""
+    """Return whether an embedding reads this input, as that of a decoder reads labels."""
     below = walk([program.node(placeholder)], readers, into=_holds_integers)
     return any(user.target is aten.embedding.default for node in below for user in node.users)
 
@@ -121,8 +121,7 @@ def _refused(node: fx.Node, names: Sequence[str]) -> PlanError:
     else:
         what = f"{op(node)} lets a token change the loss of another document in its sequence"
         fix = (
-            "use several lengths in place of packing: data: {packing: false}, and a list of lengths as the shape of "
-            f"each input, as [[256, 1024]]; or mask in the model, by {' or '.join(names)}, what it reads of other "
-            "documents"
+            "use several lengths instead of packing: data: {packing: false}, and a list of lengths in the shape of "
+            f"each input, such as [[256, 1024]]; or mask other documents in the model, by {' or '.join(names)}"
         )
     return PlanError(what, where=where_of(node), fix=fix)

@@ -41,14 +41,13 @@ _MOST_BYTES = 64 * MIB  # ten times that of a model of 405 billion parameters on
 class Plan(Tables):
     """The work of every rank. Frozen; equal plans compare equal, fresh or loaded.
 
-    A fresh plan also holds its ``decisions`` (the captured program, its types and stages), ``shards`` (the tensors that
-    each rank holds, sums and exchanges), ``owner`` (of the user's model), ``regions`` (the ops that CUDA graphs
-    capture), ``recomputed`` (the values that are freed and recomputed) and ``pieces`` (the ops that are compiled).
-    Passes and runtime read them.
-    ``flops``: operations of a rank's step, of a plan from a ``.pt``: its ranks need not count them. ``shorter``: the
-    plans of the other lengths, if there are several.
-    A plan saved as JSON leaves them out: loaded, it prints, compares and hashes, and does not run. One saved as
-    ``.pt`` has them, and runs without the model's code (planner.saved_plan).
+    Beside its tables, a fresh plan holds the fields that passes and runtime read: ``decisions`` (the captured program,
+    its types and stages), ``shards`` (tensors, sums and exchanges of each rank), ``owner`` (of the user's model),
+    ``regions`` (ops that CUDA graphs capture), ``recomputed`` (values that are freed and recomputed), ``pieces`` (ops
+    that are compiled), ``flops`` (operations of a rank's step; None until they are counted for a ``.pt``) and
+    ``shorter`` (plans of the other lengths).
+    A plan saved as JSON has only the tables: once loaded, it prints, compares and hashes, but does not run. A plan
+    saved as ``.pt`` has all fields, and runs without the model's code (planner.saved_plan).
     """
 
     decisions: Decisions | None = field(default=None, compare=False, repr=False)
@@ -68,32 +67,32 @@ class Plan(Tables):
 
     @property
     def of_all_lengths(self) -> tuple[Plan, ...]:
-        """In the order of ``lengths``; itself if there is one."""
+        """The plans of all lengths, in the order of ``lengths``; only this plan if there is one length."""
         return (*self.shorter, self)
 
     def at_length(self, length: int) -> Plan:
-        """The plan of one of ``lengths``. Raises PlanError if it is none of them, or the plan was loaded from JSON."""
+        """Return the plan of one of ``lengths``. Raises PlanError for another length, or a plan loaded from JSON."""
         known = [row.length for row in self.lengths]
         check_length(length, known)
         if len(self.of_all_lengths) < len(known):
-            raise PlanError("a plan loaded from JSON has the tables of its longest length alone", fix="plan again")
+            raise PlanError("a plan loaded from JSON has the tables of its longest length only", fix="plan again")
         return self.of_all_lengths[known.index(length)]
 
     def to_run(self) -> tuple[Decisions, Shards]:
-        """The decisions and shards that a run needs beside the rows. Raises PlanError for a loaded plan."""
+        """Return the decisions and shards that a run needs. Raises PlanError for a plan loaded from JSON."""
         if self.decisions is None or self.shards is None:
             raise PlanError("a plan loaded from JSON does not run", fix="plan the model again, or save the plan as .pt")
         return self.decisions, self.shards
 
     def lowered(self) -> Lowered:
-        """Its stages, to trace and count. Raises PlanError for a plan loaded from JSON."""
+        """Return the stages, to trace and count them. Raises PlanError for a plan loaded from JSON."""
         from planner.trace.lowered import Lowered
 
         return Lowered(*self.to_run(), self.regions, self.recomputed, self.pieces)
 
     @property
     def model(self) -> nn.Module | None:
-        """The user's model, while someone keeps it alive."""
+        """The user's model; None once no other code holds it."""
         return None if self.owner is None else self.owner.model
 
     @property
@@ -101,50 +100,51 @@ class Plan(Tables):
         return HubFormat() if self.owner is None else self.owner.hub
 
     def step_flops(self) -> float:
-        """Operations of a step on one rank, as the plan counts them. Raises PlanError for a plan loaded from JSON."""
+        """Return the FLOPs of a step on one rank. Raises PlanError for a plan loaded from JSON."""
         if self.cost is not None:
             return self.cost.flops
         if self.flops is not None:
             return self.flops
-        from planner.cost.planned import PlannedSeconds  # a rank with a saved plan counts nothing
+        from planner.cost.planned import PlannedSeconds  # ranks with a saved plan do not need it
 
         spec = Spec.load({**self.spec, "cluster": None})
         return PlannedSeconds(self.lowered(), spec).step_flops(self.schedule)
 
     def evaluation_memory(self) -> tuple[MemoryRow, ...]:
-        """Bytes on one rank of each pipeline rank under ``Engine(plan, mode="evaluate")``: parameters, and one
+        """Return the bytes of one rank of each pp rank under ``Engine(plan, mode="evaluate")``: parameters, and one
         microbatch. ``memory`` has those of training. Raises PlanError for a plan loaded from JSON.
         """
-        from planner.cost.evaluation import evaluation_memory  # a rank with a saved plan forecasts nothing
+        from planner.cost.evaluation import evaluation_memory  # ranks with a saved plan do not need it
 
         return evaluation_memory(self.lowered(), self.schedule)
 
     def __repr__(self) -> str:
-        """One line: axes of more than one rank, stages, schedule, parameters."""
+        """Return one line: axes of more than one rank, schedule, and number of parameters."""
         sizes = {axis: getattr(self.mesh, axis) for axis in SIZES if axis != "etp"}
         axes = " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
         return f"Plan({axes}; {self.schedule.kind}, {len(self.parameters)} parameters)"
 
     def describe(self, *, full: bool = False) -> str:
-        """The tables as plain text, the same on every machine; ``full`` gives repeated blocks a row each."""
+        """Return the tables as plain text, the same on every machine. ``full``: a row for every block."""
         return sections_text(sections(self, full=full))
 
     def why(self, name: str) -> str:
-        """What the sharding of a parameter (a dotted name, or a glob) costs in each style, and why some are not
-        possible. Raises PlanError for a name of none, and for a plan loaded from JSON.
+        """Return the cost of each style of sharding for a parameter (a dotted name, or a glob), as text.
+
+        Raises PlanError if no parameter has the name, and for a plan loaded from JSON.
         """
-        from planner.report.alternatives import why  # a rank with a saved plan asks nothing
+        from planner.report.alternatives import why  # ranks with a saved plan do not need it
 
         return sections_text(why(self, self.to_run()[0], name))
 
     def _repr_html_(self) -> str:
-        """A notebook shows the tables of ``describe``."""
+        """Return the tables of ``describe`` for a notebook."""
         return f'<pre style="overflow-x: auto; white-space: pre">{escape(self.describe())}</pre>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan, atomically: as JSON, or with all that ranks need to run it if the name ends in ``.pt``.
+        """Write the plan atomically: its tables as JSON, or all fields, ready to run, if the name ends in ``.pt``.
 
-        Raises PlanError if the place cannot be written, and for a ``.pt`` of a graph with functions of your own.
+        Raises PlanError if the file cannot be written, and for a ``.pt`` of a graph with functions of your own.
         """
         if str(path).endswith(SUFFIX):
             write([plan._stored() for plan in self.of_all_lengths], Path(path))
@@ -155,10 +155,10 @@ class Plan(Tables):
 
     @staticmethod
     def load(path: str | PathLike[str], *, own_functions: bool = False) -> Plan:
-        """The plan that ``save`` wrote. Raises PlanError if it is missing, damaged or of another version.
+        """Load a plan that ``save`` wrote. Raises PlanError if it is missing, damaged or of another version.
 
-        One of a ``.pt`` runs: ``Engine(Plan.load("plan.pt"))``. The same code, torch and Python must have saved it.
-        ``own_functions``: its spec may name functions of yours that a run imports; otherwise that is a PlanError.
+        A plan from a ``.pt`` runs: ``Engine(Plan.load("plan.pt"))``. The same code, torch and Python must have saved
+        it. ``own_functions``: allow its spec to name functions of yours, which a run imports; else they are refused.
         """
         if str(path).endswith(SUFFIX):
             stored = read(Path(path))
@@ -179,11 +179,11 @@ class Plan(Tables):
             raise PlanError(error.what, where=str(path), fix=error.fix) from None
 
     def check_functions(self, are_allowed: bool) -> None:
-        """Raise PlanError if a run would import a function that the spec in the file names, and none is allowed."""
+        """Raise PlanError if a run would import a function that the spec in the file names, unless they are allowed."""
         spec = Spec.load({**self.spec, "cluster": None})
         for name, runs in ((spec.optimizer.schedule.kind, True), (spec.loss, spec.audit.every is not None)):
             if is_named(name) and runs and not are_allowed:
-                what = f"the spec in the plan names a function, which a run would import: {shorten(name)}"
+                what = f"the spec in the plan names a function that a run would import: {shorten(name)}"
                 raise PlanError(what, fix="if you trust the file: Plan.load(path, own_functions=True)")
 
     def _stored(self) -> Stored:
@@ -194,7 +194,7 @@ class Plan(Tables):
 
     @staticmethod
     def from_dict(values: Any) -> Plan:
-        """The plan of the values of ``to_dict``. Raises PlanError."""
+        """Return the plan of the values of ``to_dict``. Raises PlanError for other values."""
         if not isinstance(values, dict) or "version" not in values:
             raise PlanError("this is not a saved plan: it has no version", fix=_AGAIN)
         if values["version"] != VERSION:
@@ -208,7 +208,7 @@ class Plan(Tables):
 
 
 def check_length(length: int, known: Sequence[int]) -> None:
-    """Raise PlanError for a length that is none of the ``known`` ones of a plan."""
+    """Raise PlanError for a length that is not among the ``known`` lengths of a plan."""
     if length not in known:
-        told = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
-        raise PlanError(f"the plan has no length {length}: {told}", where="--length", fix="name one of its lengths")
+        lengths = f"its lengths are {', '.join(map(str, known))}" if known else "it has one length"
+        raise PlanError(f"the plan has no length {length}: {lengths}", where="--length", fix="name one of its lengths")

@@ -1,7 +1,7 @@
-"""Plans of several lengths of a sequence: one set of weights, and the same shard of each, whatever the length.
+"""Plans for several sequence lengths, with one set of weights: all plans shard it alike.
 
-The longest length decides; the plan of every other length holds its parameters as that one does, on the same stages.
-All else follows the length: values and messages, what is freed, schedules, graphs.
+The plan of the longest length decides the shardings and the stages, and all others take them over. Values, messages,
+recomputation, schedules and graphs are decided for each length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planner.tables.tables import LengthPlan
 
 @dataclass(frozen=True)
 class KeptDecisions:
-    """What other lengths take over: the type of each parameter, by name, and the blocks of each stage."""
+    """Decisions that other lengths take over. ``placements``: of parameters, by name; ``sizes``: blocks per stage."""
 
     placements: Mapping[str, Placement]
     sizes: tuple[int, ...]
@@ -29,52 +29,52 @@ class KeptDecisions:
     @staticmethod
     def of(decisions: Decisions) -> KeptDecisions:
         program, placements = decisions.program, decisions.placements
-        found = {fqn: placements.of(program.node(name)) for name, fqn in program.parameters.items()}
-        return KeptDecisions(found, tuple(map(len, decisions.stages.blocks_of_stage)))
+        by_name = {fqn: placements.of(program.node(name)) for name, fqn in program.parameters.items()}
+        return KeptDecisions(by_name, tuple(map(len, decisions.stages.blocks_of_stage)))
 
 
 def plan_lengths(spec: Spec, longest: Plan, decide: Callable[[Spec, KeptDecisions], Plan]) -> Plan:
-    """``longest`` with the plans of the other lengths of ``spec``. Raises PlanError, with the length, if one has none.
+    """Return ``longest`` with the plans of the other lengths of ``spec``.
 
-    ``decide``: the plan of a spec of one length that takes something over.
+    ``decide``: plans a spec of one length with decisions to take over. Raises PlanError, with the length, if it fails.
     """
     held, shorter = KeptDecisions.of(longest.to_run()[0]), list[Plan]()
     chosen = Spec.load({**longest.spec, "cluster": None}).model_copy(update={"cluster": spec.cluster})
     for place, length in enumerate(spec.lengths[:-1]):
         try:
-            found = decide(spec.chosen(chosen).at(place), held)
-            _check_alike(longest, found)
+            decided = decide(spec.chosen(chosen).at(place), held)
+            _check_alike(longest, decided)
         except PlanError as error:
             if error.__cause__ is not None and (fixed := _of_one_length(spec)):
                 raise fixed from error
             raise of_length(error, spec, length) from error.__cause__
-        shorter.append(found)
+        shorter.append(decided)
     plans = [*shorter, longest]
-    rows = tuple(_row(length, found) for length, found in zip(spec.lengths, plans, strict=True))
+    rows = tuple(_row(length, plan) for length, plan in zip(spec.lengths, plans, strict=True))
     of_ranks = zip(*(plan.memory for plan in plans), strict=True)
     most = tuple(max(of_rank, key=lambda row: row.total) for of_rank in of_ranks)
     return replace(longest, shorter=tuple(shorter), lengths=rows, memory=most)
 
 
 def of_length(error: PlanError, spec: Spec, length: int) -> PlanError:
-    """The same error, of one of the lengths; a size of cp that it proposes is one for all of them."""
+    """Return ``error`` with the length in its message; if it proposes a size of cp, one that fits all lengths."""
     fix = error.fix_for(spec.lengths) if isinstance(error, Undivided) else error.fix
     return PlanError(f"at length {length}: {error.what}", where=error.where, fix=fix)
 
 
 def _of_one_length(spec: Spec) -> PlanError | None:
-    """The error if the model fails at another length, and an input has the longest one at each of them."""
+    """Return the error for an input that has the longest length at all lengths, if there is one."""
     for name, given in spec.inputs.items():
         if spec.lengths[-1] in given.shape:
             shape = [list(spec.lengths) if n == spec.lengths[-1] else n for n in given.shape]
             path = f"inputs.{name}.shape"
-            what = f"{path} has one length, {spec.lengths[-1]}, and other inputs have {list(spec.lengths)}"
+            what = f"{path} has the one length {spec.lengths[-1]}, but other inputs have {list(spec.lengths)}"
             return spec.error(path, what, f"write shape: {shape}")
     return None
 
 
 def _check_alike(longest: Plan, other: Plan) -> None:
-    """Raise PlanError unless every rank holds the same tensors, in the same buffers, for both."""
+    """Raise PlanError unless every rank holds the same tensors in the same buffers under both plans."""
     for ours, theirs in zip(longest.parameters, other.parameters, strict=True):
         if _layout(ours) != _layout(theirs):
             what = f"this length would shard {ours.name} differently than the longest one does"
@@ -89,15 +89,15 @@ def _layout(row: ParameterPlan) -> ParameterPlan:
     return replace(row, reason="", where="", origin="")
 
 
-def _row(length: int, found: Plan) -> LengthPlan:
-    batch, times = found.spec["batch"], found.schedule.num_microbatches
-    exchanged = sum(c.bytes * c.count * (times if c.per == "microbatch" else 1) for c in found.collectives)
+def _row(length: int, plan: Plan) -> LengthPlan:
+    batch, times = plan.spec["batch"], plan.schedule.num_microbatches
+    exchanged = sum(c.bytes * c.count * (times if c.per == "microbatch" else 1) for c in plan.collectives)
     return LengthPlan(
         length=length,
         sequences=int(batch["global"]),
         microbatches=times,
-        memory=max((row.total for row in found.memory), default=0),
+        memory=max((row.total for row in plan.memory), default=0),
         exchanged=exchanged,
-        seconds=None if found.cost is None else found.cost.step_seconds,
-        decisions=found.hash(),
+        seconds=None if plan.cost is None else plan.cost.step_seconds,
+        decisions=plan.hash(),
     )

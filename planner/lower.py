@@ -1,4 +1,4 @@
-"""Lower a plan for one rank: captured graph → this rank's stage modules, by the passes of passes/lower.py."""
+"""Lower a plan for one rank: the captured graph becomes the rank's stage modules, by the passes of passes/lower.py."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -30,17 +30,20 @@ from planner.trace.lowered import context_at
 
 
 def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough: bool = False) -> RankProgram:
-    """All that ``rank`` runs, with parameters and buffers on meta for the runtime to fill.
+    """Return the program of ``rank``, with parameters and buffers on meta for the runtime to fill.
 
-    ``thorough``: run the slow checks too. Raises PassError if a pass did not leave a fact that it must.
+    ``thorough``: run the slow checks too. Raises PassError if a pass breaks an invariant.
     """
     context, indices = context_of(plan, rank, torch.device(device), thorough=thorough)
     return _rank_program(plan, context, indices)
 
 
 def lower_again(plan: Plan, rank: int, first: RankProgram, of: Plan, device: torch.device | str = "cpu") -> RankProgram:
-    """``plan`` for ``rank``, with the handles of ``first``: the program of another length's plan ``of``, which has the
-    same weights. Parameters and buffers are on meta, for those of ``first`` to take their place."""
+    """Return the program of ``rank`` for another length, which shares the handles of ``first``.
+
+    ``first``: the rank's program of the plan ``of``, which has the same weights. Parameters and buffers are on meta,
+    for the runtime to replace by those of ``first``.
+    """
     context, indices = context_of(plan, rank, torch.device(device), thorough=False)
     shared = _with_handles(context, first)
     sums = None if context.sums is None else GlobalSums(shared.data, context.sums.num_microbatches)
@@ -48,7 +51,7 @@ def lower_again(plan: Plan, rank: int, first: RankProgram, of: Plan, device: tor
 
 
 def _counted_by(first: RankProgram, plan: Plan) -> dict[str, torch.Tensor]:
-    """The buffers of the model, by name, that a graph of counts holds: the model itself may be gone."""
+    """Return the model's buffers, by name, from the graph of counts, as the model itself may have been released."""
     if first.count_module is None:
         return {}
     held, buffers = dict(first.count_module.named_buffers()), plan.to_run()[0].program.buffers
@@ -70,10 +73,10 @@ def _rank_program(
         modules,
         {"tp": context.tp, context.data.name: context.data, **context.axes},
         context.random,
-        counts,
-        inputs,
-        decisions.terms.levels,
-        context.gate,
+        count_module=counts,
+        count_inputs=inputs,
+        count_levels=decisions.terms.levels,
+        gate=context.gate,
         load=context.load,
         sums=context.sums,
         weight_gradients=context.weight_gradients,
@@ -81,7 +84,7 @@ def _rank_program(
 
 
 def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -> tuple[LowerContext, tuple[int, ...]]:
-    """The context of the passes for ``rank``, and the indices of its stages, chunk by chunk."""
+    """Return the context of the passes for ``rank``, and the indices of its stages, chunk by chunk."""
     decisions, shards = plan.to_run()
     here = plan.mesh.place(rank)
     context = context_at(
@@ -103,7 +106,7 @@ def context_of(plan: Plan, rank: int, device: torch.device, *, thorough: bool) -
 def _stage(
     plan: Plan, context: LowerContext, index: int, chunk: int, passes: tuple[Pass, ...] | None = None
 ) -> StageModule:
-    """One stage through ``passes``; through all if none are given."""
+    """Return one stage, lowered by ``passes`` (default: all)."""
     decisions, shards = plan.to_run()
     borders = shards.received(index), shards.sent(index)
     if context.one_row is not None and passes is ONE_ROW:
@@ -123,12 +126,12 @@ def _stage(
 def lower_with_head(
     plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu", *, want: str
 ) -> StageModule | None:
-    """The stage of the loss as it returns ``want`` (passes.ops.loss_head) too: scores of labels, the logits of one
-    position of each sequence; or log-probabilities in place of the loss, to train with one outside the model. None on a
-    rank that does not run it.
+    """Return the stage of the loss with a further result ``want`` (passes.ops.loss_head); None if ``rank`` lacks it.
 
-    It shares the handles of ``program``, the training program of ``rank``; parameters and buffers are on meta. Raises
-    PlanError, on every rank, if the loss gives no label a probability.
+    The result is the scores of labels, or the logits of one position of each sequence; or log-probabilities instead of
+    the loss, for training with a loss outside the model. The stage shares the handles of ``program``, the training
+    program of ``rank``; parameters and buffers are on meta. Raises PlanError, on every rank, if the loss looks up no
+    probability of a label.
     """
     check_scored(plan.to_run()[0])
     trained = next((stage for stage in program.stages if stage.has_loss), None)
@@ -141,10 +144,11 @@ def lower_with_head(
 def lower_kept_rows(
     plan: Plan, rank: int, program: RankProgram, device: torch.device | str = "cpu"
 ) -> tuple[list[StageModule], list[StageModule], float]:
-    """The stages of ``rank`` as they keep rows of all positions, and as they compute one position; they share what
-    ``lower_with_head`` shares. Last the eps of the least precise dtype of the logits.
+    """Return the stages of ``rank`` that keep keys and values of all positions, those that compute one position from
+    them, and the eps of the least precise dtype of the logits.
 
-    Raises PlanError, with the op and its line, if one position needs more than kept rows. Other ranks may not raise it.
+    The stages share handles as in ``lower_with_head``. Raises PlanError, with the op and its line, if one position
+    needs more than the kept rows; other ranks may not raise it.
     """
     decisions, _ = plan.to_run()
     check_scored(decisions)
@@ -170,7 +174,7 @@ def _with_handles(context: LowerContext, program: RankProgram) -> LowerContext:
 
 
 def check_stages(plan: Plan) -> None:
-    """Lower every stage for one tp rank, thoroughly. Raises PassError if a pass did not leave a fact that it must."""
+    """Lower every stage for one tp rank, with the slow checks. Raises PassError if a pass breaks an invariant."""
     for pp in range(plan.mesh.pp):
         context, indices = context_of(plan, plan.mesh.rank_of(pp=pp), torch.device("cpu"), thorough=True)
         for index in indices:
@@ -178,7 +182,7 @@ def check_stages(plan: Plan) -> None:
 
 
 def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
-    """The changes of every pass to every stage of ``rank``; ``full`` shows each repeated block in full.
+    """Return the changes of every pass to every stage of ``rank``, as text. ``full``: show repeated blocks too.
 
     Needs no process group. Raises PlanError for an unknown rank.
     """
@@ -202,8 +206,8 @@ def passes_text(plan: Plan, rank: int, *, full: bool = False) -> str:
 
 
 def _with_constants(plan: Plan, module: fx.GraphModule, known: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    """The graph of the counts with what it reads beside the batch as attributes: lifted constants, and buffers of the
-    model (such as class weights), unless they are ``known``.
+    """Return the graph of counts with its inputs beside the batch as attributes: lifted constants, and buffers of the
+    model (such as class weights). ``known``: values to use instead of the model's, by name.
     """
     root, graph, program, env = nn.Module(), fx.Graph(), plan.to_run()[0].program, dict[fx.Node, Any]()
     for node in module.graph.nodes:
@@ -227,7 +231,10 @@ FIX = "nothing: every token runs the whole forward"
 
 
 def one_row_of(decisions: Decisions) -> OneRow:
-    """Raises PlanError, with the op and its line, if one position needs more than kept rows of earlier ones."""
+    """Return how one position is computed from kept rows of earlier ones.
+
+    Raises PlanError, with the op and its line, if it needs more than those.
+    """
     mesh = decisions.mesh
     if mesh.cp > 1:
         raise PlanError("the sequence is sharded over cp", where="mesh.cp", fix=FIX)
@@ -239,15 +246,15 @@ def one_row_of(decisions: Decisions) -> OneRow:
 
 
 def at_one_position(program: Program, rows: OneRow, borders: Iterable[BoundaryPlan]) -> tuple[BoundaryPlan, ...]:
-    """The values that the logits need, of the shapes that one position has."""
-    found = []
+    """Return the values at ``borders`` that the logits need, with the shapes of one position."""
+    needed = []
     for border in borders:
         node = program.node(border.name)
         if node not in rows.needed:
             continue
         shape, size = _at_one(rows, border.shape, node), prod(border.shape)
-        found.append(replace(border, shape=shape, bytes=border.bytes * prod(shape) // size if size else 0))
-    return tuple(found)
+        needed.append(replace(border, shape=shape, bytes=border.bytes * prod(shape) // size if size else 0))
+    return tuple(needed)
 
 
 def _at_one(rows: OneRow, shape: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
@@ -256,26 +263,27 @@ def _at_one(rows: OneRow, shape: tuple[int, ...], node: fx.Node) -> tuple[int, .
     return tuple(whole[d] // rows.length if cut.is_sharded and d == cut.dim else n for d, n in enumerate(shape))
 
 
-# ---- the forward of one position: no part of a plan, only ``Engine.generate`` runs it, for each position once
+# ---- the forward of one position: not part of a plan; ``Engine.generate`` runs it once for each position
 
 
 def kept_bytes(plan: Plan) -> tuple[int, ...]:
-    """Bytes of keys and values that a rank of each pp rank keeps while ``Engine.generate`` runs. Raises PlanError, with
-    the op and its line, if they cannot be kept.
+    """Return the bytes of keys and values that one rank of each pp rank keeps while ``Engine.generate`` runs.
+
+    Raises PlanError, with the op and its line, if they cannot be kept.
     """
     return tuple(kept.num_bytes * plan.schedule.num_microbatches for kept, _ in one_position(plan))
 
 
 def one_position(plan: Plan) -> Iterator[tuple[KeptRows, RankProgram]]:
-    """Of each pp rank the buffers of a microbatch, and its program: its axes have counted the messages of a position,
-    and no others.
+    """Yield the kept rows of a microbatch and the program of each pp rank; the axes of the program have counted the
+    messages of one position.
     """
     decisions, _ = plan.to_run()
     for pp in range(plan.mesh.pp):
         rank = plan.mesh.rank_of(pp=pp)
         program = lower(plan, rank, "meta")
         keeping, alone, _ = lower_kept_rows(plan, rank, program, "meta")
-        program.random.training = False  # no dropout: nothing is drawn
+        program.random.training = False  # no dropout, so no random numbers
         kept = KeptRows(program.random)
         for stages in (keeping, alone):
             for axis in program.axes.values():
@@ -288,13 +296,13 @@ def one_position(plan: Plan) -> Iterator[tuple[KeptRows, RankProgram]]:
 
 
 def _inputs(stage: StageModule, decisions: Decisions) -> list[torch.Tensor]:
-    """Tensors without values, as a microbatch has them."""
+    """Return meta tensors with the shapes and dtypes of a microbatch, as inputs of ``stage``."""
     program = decisions.program
     if hasattr(stage.module, WANTED):
         wanted: Wanted = getattr(stage.module, WANTED)
         (labels,) = (n for n, key in program.inputs.items() if key == decisions.scored.key)
         wanted.places = torch.empty(1, len(program.node(labels).meta["val"]), dtype=torch.int64, device="meta")
-    made = [torch.empty(b.shape, dtype=getattr(torch, b.dtype), device="meta") for b in stage.receives]
+    received = [torch.empty(b.shape, dtype=getattr(torch, b.dtype), device="meta") for b in stage.receives]
     of_keys = {key: program.node(name).meta["val"] for name, key in program.inputs.items()}
-    made += [torch.empty_like(of_keys[key], device="meta") for key in stage.inputs]
-    return made + [torch.empty((), dtype=torch.float64, device="meta") for _ in stage.denominators]
+    read = [torch.empty_like(of_keys[key], device="meta") for key in stage.inputs]
+    return received + read + [torch.empty((), dtype=torch.float64, device="meta") for _ in stage.denominators]

@@ -1,9 +1,9 @@
-"""The device mesh: the sizes of all axes, and the place of each rank, for the dense layers and for the experts.
+"""The device mesh: the sizes of all axes, and the coordinates of each rank, for the dense layers and for the experts.
 
     dense    rank = tp + cp·TP + dp·TP·CP + pp·TP·CP·DP             attention and everything that is not an expert
     expert   rank = etp + ep·ETP + edp·ETP·EP + pp·ETP·EP·EDP       the expert MLPs, over the same ranks
 
-for the order ``tp-cp-ep-dp-pp``; another order permutes the strides.
+The formulas are those of the order ``tp-cp-ep-dp-pp``; another order permutes the strides.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenera
 
 MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
-SHARD, REPLICA = "shard", "replica"  # the ranks that share dense parameters, in two axes
-OF_WEIGHTS = " of weights"  # behind an axis: its ranks in a group of their own, for the gathers of weights in shards
-BETWEEN_NODES, IN_A_NODE = "ep between nodes", "ep in a node"  # of ranks with experts: the two steps of an exchange
-BY_ROUTING = ("ep", "etp", BETWEEN_NODES, IN_A_NODE)  # over which rows of experts travel
+SHARD, REPLICA = "shard", "replica"  # the data axis in two: within a group of shards, and between the groups
+OF_WEIGHTS = " of weights"  # suffix of an axis: a second process group of its ranks, for gathers of sharded weights
+BETWEEN_NODES, IN_A_NODE = "ep between nodes", "ep in a node"  # the two steps of a dispatch over several nodes
+BY_ROUTING = ("ep", "etp", BETWEEN_NODES, IN_A_NODE)  # axes over which rows travel to experts
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The sizes of all axes and their order; world_size = tp·cp·dp·pp = etp·ep·edp·pp. It is the plan's row.
+    """The sizes of all axes and their order; world_size = tp·cp·dp·pp = etp·ep·edp·pp. A plan has it as a row.
 
-    ``etp`` left out (0) is the same as tp; ``edp`` and ``world_size`` left out follow from the rest. The order is
-    case-insensitive and kept in lower case. ``fold``: which of the pp·vpp stages each pp rank runs. ``shard``: ranks
-    of a group within which dense parameters are in shards, adjacent ones of the data axis; 0: all of it. Raises
-    PlanError, with the spec's key as its place, when the sizes do not fit one another or the order does not hold every
-    axis.
+    ``etp`` 0: the same as tp; ``edp`` and ``world_size`` 0: computed from the other sizes. ``order``: in any case,
+    stored in lower case. ``fold``: which of the pp·vpp stages each pp rank runs. ``shard``: number of adjacent ranks
+    of the data axis that shard dense parameters among them; 0: all ranks of the axis. Raises PlanError at the key of
+    the spec if sizes contradict each other, or the order lacks an axis.
     """
 
     tp: int = 1
@@ -65,15 +64,16 @@ class Mesh:
         _check_shard(self)
 
     def _fill(self, name: str, formula: str, size: int) -> None:
-        """If ``name`` was given (the row of a saved plan), it must follow from the other sizes."""
-        given = getattr(self, name)
-        require(given in (0, size), f"{formula} = {size}, {name} = {given}")
+        """Set ``name`` to ``size``; a value that is set already (in a saved plan) must be equal."""
+        stored = getattr(self, name)
+        require(stored in (0, size), f"{formula} = {size}, {name} = {stored}")
         object.__setattr__(self, name, size)
 
     @classmethod
     def from_world_size(cls, world_size: int, *, order: str = DEFAULT_ORDER, **sizes: Any) -> Mesh:
-        """The mesh over ``world_size`` ranks, in which dp takes the ranks that the other axes leave, of these
-        ``sizes`` (etp None: that of tp). Raises PlanError when none fits.
+        """Return the mesh of ``world_size`` ranks with these ``sizes`` (etp None: that of tp), and dp from the rest.
+
+        Raises PlanError if the sizes do not divide ``world_size``.
         """
         given = dict[str, Any](tp=1, pp=1, cp=1) | {axis: size for axis, size in sizes.items() if size is not None}
         for axis, size in {"world size": world_size, **given}.items():
@@ -96,7 +96,7 @@ class Mesh:
 
     @property
     def has_expert_axes(self) -> bool:
-        """Whether experts are cut otherwise than all else: over ep, or over an etp that is not tp."""
+        """Whether experts are sharded over axes of their own: over ep, or over an etp that differs from tp."""
         return self.ep > 1 or self.etp != self.tp
 
     def pp_rank_of(self, stage: int) -> int:
@@ -116,12 +116,12 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """The number of groups that have equal shards."""
+        """The number of groups of ``shard`` ranks, each with all dense parameters."""
         return self.size(self.data_axis) // self.shard if self.shard else 1
 
     @property
     def shared_axis(self) -> str:
-        """The ranks within which dense parameters are in shards."""
+        """The axis over which dense parameters are sharded (ZeRO)."""
         return SHARD if self.replica > 1 else self.data_axis
 
     def size(self, axis: str) -> int:
@@ -129,9 +129,9 @@ class Mesh:
         return math.prod(getattr(self, name) for name in axis.split("-"))
 
     def place(self, rank: int) -> dict[str, int]:
-        """``rank``'s place on each axis of both generators: {"tp", "cp", "dp", "pp", "etp", "ep", "edp"}.
+        """Return the index of ``rank`` on each axis of both generators: {"tp", "cp", "dp", "pp", "etp", "ep", "edp"}.
 
-        If cp > 1, also its place among the ranks of "dp-cp".
+        If cp > 1, also on "dp-cp"; with several groups of shards, also on "shard" and "replica".
         """
         expert = self.expert.coordinate(rank)
         place = {**self.coordinate(rank), "etp": expert["tp"], "ep": expert["ep"], "edp": expert["dp"]}
@@ -141,23 +141,23 @@ class Mesh:
         return place
 
     def shown_place(self, rank: int) -> dict[str, int]:
-        """A rank's place for a message: on tp, pp and dp, and on cp if cp > 1."""
+        """Return the index of ``rank`` on the axes that messages show: tp, pp, dp, and cp if cp > 1."""
         coordinate = self.coordinate(rank)
         return {axis: coordinate[axis] for axis in ("tp", "cp", "pp", "dp") if axis != "cp" or self.cp > 1}
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """``rank``'s place on each dense axis: {"tp", "cp", "dp", "pp"}."""
+        """Return the index of ``rank`` on each dense axis: {"tp", "cp", "dp", "pp"}."""
         return self.dense.coordinate(rank)
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return self.dense.rank_of({"tp": tp, "cp": cp, "dp": dp, "pp": pp})
 
     def groups(self, token: str) -> list[list[int]]:
-        """All groups over the dense axes that ``token`` names, such as ``tp`` or ``dp-cp``."""
+        """Return all groups over the dense axes in ``token``, such as ``tp`` or ``dp-cp``."""
         return self.dense.groups(token)
 
     def groups_over(self, axis: str) -> list[list[int]]:
-        """All groups over one or several axes by their names in a plan, such as ``tp-dp`` or ``etp-edp``."""
+        """Return all groups over the axes of a plan in ``axis``, such as ``tp-dp`` or ``etp-edp``."""
         axis = axis.removesuffix(OF_WEIGHTS)
         if axis in (SHARD, REPLICA):
             return [part for ranks in self.groups(self.data_axis) for part in self.parts_of(axis, ranks)]
@@ -166,14 +166,14 @@ class Mesh:
         return self.expert.groups(axis.replace("etp", "tp").replace("edp", "dp"))
 
     def parts_of(self, axis: str, ranks: list[int]) -> list[list[int]]:
-        """``ranks`` of the data axis, in its parts within which parameters are in shards, or with equal shards."""
+        """Split ``ranks`` of the data axis into groups that shard parameters ("shard"), or have equal shards."""
         if axis == SHARD:
             return [ranks[first : first + self.shard] for first in range(0, len(ranks), self.shard)]
         return [ranks[first :: self.shard] for first in range(self.shard)]
 
 
 def all_groups(mesh: Mesh) -> dict[str, dict[str, list[list[int]]]]:
-    """Every group of both generators, as ``meshwright groups --format json`` prints them."""
+    """Return every group of both generators, as ``meshwright groups --format json`` prints them."""
     dense, expert = mesh.dense, mesh.expert
     return {
         "dense": {token: dense.groups(token) for token in DENSE_TOKENS},
@@ -224,17 +224,17 @@ def _check_shard(mesh: Mesh) -> None:
     ranks = mesh.size(mesh.data_axis)
     if mesh.shard and ranks % mesh.shard:
         raise PlanError(
-            f"groups of {mesh.shard} ranks do not divide the {ranks} that share parameters ({mesh.data_axis})",
+            f"groups of {mesh.shard} ranks do not divide the {ranks} ranks of {mesh.data_axis} that share parameters",
             where="optimizer.shard_group",
             fix=f"choose a divisor of {ranks}",
         )
 
 
 def _check_same_pp(mesh: Mesh, dense: RankGenerator, expert: RankGenerator) -> None:
-    """A stage is one set of ranks, so both generators must put pp at the same place.
+    """Raise PlanError unless both generators give every stage the same ranks.
 
-    An order that ends in pp always does. Any other order does so only if the axes left of pp have the same product in
-    both. If that holds by chance, with dp unlike edp, it is refused too: another tp or ep would break it.
+    An order that ends in pp always does. Any other order does only if the axes left of pp have the same product in
+    both. If that holds by coincidence, with dp unlike edp, it is refused too: another tp or ep would break it.
     """
     if mesh.pp == 1 or mesh.order.endswith("pp"):
         return
@@ -249,7 +249,7 @@ def _check_same_pp(mesh: Mesh, dense: RankGenerator, expert: RankGenerator) -> N
         )
     if mesh.dp != mesh.edp:
         raise PlanError(
-            f"order `{mesh.order}` does not end in pp, which needs dp (= {mesh.dp}) and edp (= {mesh.edp}) to be equal",
+            f"order `{mesh.order}` does not end in pp, so that dp (= {mesh.dp}) and edp (= {mesh.edp}) must be equal",
             where="mesh.order",
             fix=fix,
         )

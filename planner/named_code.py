@@ -1,6 +1,6 @@
-"""Code of the user's by name: ``package.module:NAME``, or ``path/file.py:NAME``.
+"""Import the user's code by a reference: ``package.module:NAME``, or ``path/file.py:NAME``.
 
-The directory of a file comes first on the import path, so that the file may import its neighbours.
+The directory of a file is put first on the import path, so that the file can import its neighbours.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from planner.files.text import is_file, shorten
 
 FUNCTION_FORMS = "path/file.py:function or package.module:function"
 
-_executed: dict[Path, tuple[bytes, ModuleType]] = {}  # files → their content then, and their module
+_executed: dict[Path, tuple[bytes, ModuleType]] = {}  # file → its content when it ran, and its module
 
 
 @dataclass(frozen=True, slots=True)
 class NamedCode:
-    """A name in the user's code. ``label``: MODEL, or the key of the spec that has it. ``forms``: how to write it."""
+    """A reference to the user's code. ``label``: its place, MODEL or a key of the spec. ``forms``: its valid forms."""
 
     text: str
     label: str
@@ -34,7 +34,7 @@ class NamedCode:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """Module or file, and the name in it. Raises PlanError."""
+        """Module or file, and the name in it. Raises PlanError for another form."""
         name, colon, attribute = self.text.rpartition(":")
         if not colon or not name or not attribute:
             what = f"{self.label} {shorten(self.text)!r} has an unknown form"
@@ -42,18 +42,18 @@ class NamedCode:
         return name, attribute
 
     def load(self) -> Any:
-        """The object; a file that this process has run, and that has not changed since, is not run again.
+        """Return the object. A file that this process has run already, and that is unchanged, does not run again.
 
-        Raises PlanError, with the user's line, if it cannot be imported or has no such name.
+        Raises PlanError, with the user's line, if the import fails or the name does not exist.
         """
         name, attribute = self.parts
         kept = _kept_module(Path(name)) if name.endswith(".py") else None
         return self.found(kept or self.module(name, is_alone=True), attribute)
 
     def function(self, *counts: int) -> tuple[Callable[..., Any], int]:
-        """A function, and the first of ``counts`` of arguments that it takes; the last if it has no signature.
+        """Return the function, and the first of ``counts`` of arguments that fits it; the last if it has no signature.
 
-        Raises PlanError if it is none, or takes another number.
+        Raises PlanError if the object is not callable, or takes another number of arguments.
         """
         found, numbers = self.load(), " or ".join(map(str, counts))
         if not callable(found):
@@ -73,12 +73,12 @@ class NamedCode:
         raise PlanError(what, where=place or self._key, fix=f"give it {numbers} parameters")
 
     def module(self, name: str, *, is_alone: bool = False) -> ModuleType:
-        """The module of this name, or of this file, which is run. ``is_alone``: ``sys.modules`` has it by its own name,
-        also if another file of this stem is there. Raises PlanError."""
+        """Import the module ``name``, or run the file ``name``. ``is_alone``: register the file in ``sys.modules``
+        under a name of its own, even if another file has this stem. Raises PlanError if the code fails."""
         return self._file(Path(name), is_alone) if name.endswith(".py") else self._module(name)
 
     def found(self, source: ModuleType, attribute: str) -> Any:
-        """The object in its module. Raises PlanError."""
+        """Return the object in its module. Raises PlanError if the name does not exist."""
         value: Any = source
         for part in attribute.split("."):
             try:
@@ -121,7 +121,7 @@ class NamedCode:
         sys.modules.setdefault(name, source)
         content = path.read_bytes()
         try:
-            # not by the loader: it takes compiled code of an earlier file with the same size and second
+            # not by the loader, which would reuse compiled code of an earlier file with the same size and second
             exec(compile(content, str(path.resolve()), "exec", dont_inherit=True), vars(source))
         except KeyboardInterrupt:
             raise
@@ -148,12 +148,12 @@ class NamedCode:
 
 
 def is_named(text: Any) -> bool:
-    """Whether a value of the spec has one of the forms."""
+    """Return whether a value of the spec is a reference to code: two parts around a colon."""
     return isinstance(text, str) and all(text.rpartition(":"))
 
 
 def from_directory(text: str, directory: Path | None) -> str:
-    """``text`` with the path of a file relative to ``directory``, if the file is there; otherwise unchanged."""
+    """Return the reference with its file taken relative to ``directory``, if the file exists there; else unchanged."""
     name, _, attribute = text.rpartition(":")
     if directory is None or not name.endswith(".py") or Path(name).is_absolute():
         return text
@@ -161,7 +161,7 @@ def from_directory(text: str, directory: Path | None) -> str:
 
 
 def line_of(error: BaseException) -> Where | None:
-    """The user's own line under ``error``: the deepest one outside of installed packages and of meshwright."""
+    """Return the line of user code that raised ``error``: the deepest outside of installed packages and meshwright."""
     if isinstance(error, SyntaxError):
         return Where(file=error.filename or "", line=error.lineno or 0, code=(error.text or "").strip())
     frames = traceback.extract_tb(error.__traceback__)
@@ -174,13 +174,13 @@ def line_of(error: BaseException) -> Where | None:
 
 
 def _kept_module(path: Path) -> ModuleType | None:
-    """The module of a file that has not changed since it was run here."""
+    """Return the module of a file that has not changed since this process ran it, else None."""
     content, source = _executed.get(path.resolve(), (None, None))
     return source if source is not None and is_file(path) and path.read_bytes() == content else None
 
 
 def _free_name(path: Path) -> str:
-    """The stem of ``path``, with a number if a module of another file has that name."""
+    """Return the stem of ``path``, with a number if the module of another file has this name."""
     name, number = path.stem, 1
     while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path.resolve()):
         number += 1

@@ -1,7 +1,7 @@
-"""While a plan is made, nothing reads the frames of its thread, and the garbage collector is off.
+"""Turns off the garbage collector while a plan is made, and keeps other threads from reading the frames of its thread.
 
-A frame that another thread holds keeps its function's objects, and frees them later, in that thread: if this happens to
-a tensor that torch.export follows, the export takes it for a constant (seen on torch 2.13, in one capture of fifteen
+Another thread that holds a frame keeps the objects of its function alive, and frees them later. If one of them is a
+tensor that torch.export follows, the export takes it for a constant (seen on torch 2.13, in one capture of fifteen
 beside a thread that reads frames every half a millisecond). Garbage collection among the nodes of graphs takes a fifth
 of the time of a plan.
 """
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_planning: dict[int, int] = {}  # thread → plans that it is at, one inside of another
+_planning: dict[int, int] = {}  # thread → number of nested plans that it is making
 _collector_lock = threading.Lock()
-_collector_found: list[bool] = []  # whether it was on when the first of the plans now under way began
+_collector_found: list[bool] = []  # whether the collector was on before the first of these plans
 
 
 def _begin(thread: int) -> None:
@@ -27,7 +27,7 @@ def _begin(thread: int) -> None:
 
 
 def _end(thread: int) -> None:
-    """All threads share one collector: the last plan to end, in any thread, restores its state."""
+    """Restore the collector after the last plan of all threads, which share it."""
     with _collector_lock:
         _planning[thread] -= 1
         if not _planning[thread]:
@@ -38,7 +38,7 @@ def _end(thread: int) -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Around the making of a plan."""
+    """Turn off the garbage collector while a plan is made in this thread."""
     thread = threading.get_ident()
     _begin(thread)
     try:
@@ -48,10 +48,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def is_planning(thread: int) -> bool:
-    """Whether the frames of ``thread`` must not be looked at."""
+    """Return whether ``thread`` is making a plan, so that its frames must not be read."""
     return thread in _planning
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """The frame of ``thread``; None if it is making a plan, or has ended."""
+    """Return the frame of ``thread``; None if it is making a plan or has ended."""
     return None if is_planning(thread) else sys._current_frames().get(thread)

@@ -1,9 +1,9 @@
-"""Show the progress of long work: a line on stderr for each step of more than a few seconds, and one when it ends.
+"""Show the progress of long work: a line on stderr when a step takes more than a few seconds, and one when it ends.
 
 capturing the model …
 capturing the model: 8.4 s
 
-In a terminal the first line counts: capturing the model: 1200 ops …   loading weights: 12.3 GB, 1.9 GB/s …
+In a terminal the first line shows counts: capturing the model: 1200 ops …   loading weights: 12.3 GB, 1.9 GB/s …
 """
 
 import os
@@ -20,7 +20,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class _Step:
-    """Owns the lines of one step."""
+    """Owns the counts and the lines of one step."""
 
     def __init__(self, what: str) -> None:
         self.what, self.start, self.is_told = what, time.monotonic(), threading.Event()
@@ -34,17 +34,17 @@ class _Step:
         if self.is_told.is_set():
             say(f"{self.what}: {self._amount()}{time.monotonic() - self.start:.1f} s")
 
-    def see(self, things: str, num_bytes: int) -> None:
+    def see(self, items: str, num_bytes: int) -> None:
         self._num_seen += 1
         self._num_bytes += num_bytes
         now = time.monotonic()
         if not self.is_told.is_set() or now < self._next:
             return
         self._next = now + _EVERY_SECONDS
-        _show(f"{self.what}: {self._amount().rstrip(', ') or f'{self._num_seen} {things}'} …")
+        _show(f"{self.what}: {self._amount().rstrip(', ') or f'{self._num_seen} {items}'} …")
 
     def _amount(self) -> str:
-        """Bytes, if they are counted."""
+        """Return bytes and their rate as text, or "" if no bytes were counted."""
         rate = self._num_bytes / max(time.monotonic() - self.start, 1e-9)
         return f"{self._num_bytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, " if self._num_bytes else ""
 
@@ -55,7 +55,7 @@ _shown_by: ContextVar[Callable[[str], None] | None] = ContextVar("the printer of
 
 @contextmanager
 def shown_if_slow(what: str, *, after_seconds: float = AFTER_SECONDS) -> Iterator[None]:
-    """Around a step with the name ``what``; silent if it is quick, and on every rank but the first."""
+    """Show the step ``what`` if it takes longer than ``after_seconds``; only rank 0 prints."""
     step = _Step(what)
     timer = threading.Timer(after_seconds, step.tell)
     timer.daemon = True
@@ -70,18 +70,16 @@ def shown_if_slow(what: str, *, after_seconds: float = AFTER_SECONDS) -> Iterato
         step.end()
 
 
-def see_one(things: str, num_bytes: int = 0) -> None:
-    """The step under way has come to one more of ``things``, and has read or written its bytes: a terminal shows how
-    many.
-    """
+def see_one(items: str, num_bytes: int = 0) -> None:
+    """Count one more of ``items`` in the current step, and the bytes that it read or wrote."""
     step = _step.get()
     if step is not None:
-        step.see(things, num_bytes)
+        step.see(items, num_bytes)
 
 
 @contextmanager
 def shown_by(show: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``show`` gets the counts, as it owns the last line of the terminal."""
+    """Pass counts to ``show`` instead of printing them, while it owns the last line of the terminal."""
     before = _shown_by.set(show)
     try:
         yield
@@ -90,7 +88,7 @@ def shown_by(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """A line to the real stderr, as torch.export runs with another in its place; of the first rank alone."""
+    """Print a line on rank 0, to the original stderr, because torch.export replaces ``sys.stderr``."""
     stream = sys.__stderr__
     if stream is not None and _leads():
         stream.write(f"{_CLEAR if stream.isatty() else ''}{line}\n")
@@ -98,7 +96,7 @@ def say(line: str) -> None:
 
 
 def _show(line: str) -> None:
-    """Replaces the line that names the current step."""
+    """Replace the line of the current step in the terminal."""
     stream, show = sys.__stderr__, _shown_by.get()
     if show is not None:
         show(line)
@@ -113,7 +111,7 @@ def _leads() -> bool:
 
 @contextmanager
 def bar(what: str, total: int, *, of_bytes: bool = False, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left, in a terminal alone; it is called with how much more of ``total`` is done."""
+    """Show a progress bar with the time left, in a terminal only; yields a function of the amount that was done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as SpeedColumn

@@ -1,10 +1,10 @@
-"""The ranks of named axes: rank ↔ coordinate, and the rank groups of every axis.
+"""Ranks over named axes: rank ↔ coordinate, and the rank groups of every axis.
 
     rank = Σ coordinate[axis] · stride[axis],   stride[axis] = product of the sizes left of it
 
-The leftmost axis has stride 1, so its neighbours stay inside a node. The groups of an axis hold the ranks that differ
-only in that axis: an offset for each of its members, added to a base for each position of the other axes. Nothing here
-needs more than integers, so 16,384 ranks take milliseconds.
+The leftmost axis has stride 1, so its neighbours stay inside a node. A group of an axis holds the ranks that differ
+only in this axis: a base for each position of the other axes, plus an offset for each member. All of it is integer
+arithmetic: 16,384 ranks take milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXPERT_TOKENS = ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp", "ep-dp")
 
 
 def masked_groups(sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-    """The groups over the axes with a true ``mask``; axis 0 has stride 1. Groups and members ascend in rank."""
+    """Return the groups over the axes with a true ``mask``; axis 0 has stride 1. Groups and members ascend in rank."""
     strides = _strides(sizes)
     members = _offsets((n, s) for n, s, inside in zip(sizes, strides, mask, strict=True) if inside)
     bases = _offsets((n, s) for n, s, inside in zip(sizes, strides, mask, strict=True) if not inside)
@@ -35,7 +35,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 
 def _offsets(axes: Iterable[tuple[int, int]]) -> list[int]:
-    """Every sum of i·stride over ``axes``, pairs (size, stride), the first axis running fastest."""
+    """Return every sum of i·stride over ``axes``, pairs (size, stride); the first axis varies fastest."""
     offsets = [0]
     for size, stride in axes:
         offsets = [offset + i * stride for i in range(size) for offset in offsets]
@@ -44,9 +44,7 @@ def _offsets(axes: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankGenerator:
-    """One way to lay named axes over the ranks: ``axes[0]`` has stride 1. Raises PlanError if ep and cp are both larger
-    than 1.
-    """
+    """Named axes over the ranks; ``axes[0]`` has stride 1. Raises PlanError if ep and cp are both larger than 1."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -62,7 +60,7 @@ class RankGenerator:
 
     @classmethod
     def of(cls, order: str, sizes: Mapping[str, int], owner: str = "") -> RankGenerator:
-        """The axes of ``sizes`` in the order named; one of size 1 may be missing there. ``owner`` is for the error."""
+        """Return the axes of ``sizes`` in ``order``, which may lack axes of size 1. ``owner``: named in the error."""
         named = [axis for axis in order.split("-") if axis in sizes]
         missing = [axis for axis in sizes if axis not in named]
         for axis in missing:
@@ -81,11 +79,11 @@ class RankGenerator:
         return math.prod(self.sizes)
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours along ``axis`` are."""
+        """Return the distance in rank between neighbours along ``axis``."""
         return _strides(self.sizes)[self.axes.index(axis)]
 
     def mask(self, token: str) -> list[bool]:
-        """Which axes ``token`` names, such as ``tp`` or ``dp-cp``."""
+        """Return, for each axis, whether ``token`` (such as ``tp`` or ``dp-cp``) names it."""
         chosen = token.lower().split("-")
         for axis in chosen:
             if axis not in self.axes:
@@ -96,14 +94,14 @@ class RankGenerator:
         return masked_groups(self.sizes, self.mask(token))
 
     def group_of(self, token: str, rank: int) -> list[int]:
-        """The one group of ``token`` that holds ``rank``, without making the others."""
+        """Return the group of ``token`` that contains ``rank``, without computing the others."""
         mask, strides, coordinate = self.mask(token), _strides(self.sizes), self.coordinate(rank)
         base = rank - sum(coordinate[a] * s for a, s, inside in zip(self.axes, strides, mask, strict=True) if inside)
         inside = ((n, s) for n, s, chosen in zip(self.sizes, strides, mask, strict=True) if chosen)
         return [base + offset for offset in _offsets(inside)]
 
     def index_in(self, token: str, rank: int) -> int:
-        """Which member of its group of ``token`` a rank is."""
+        """Return the index of ``rank`` in its group of ``token``."""
         coordinate, chosen = self.coordinate(rank), token.split("-")
         sizes = [n if axis in chosen else 1 for axis, n in zip(self.axes, self.sizes, strict=True)]
         places = (coordinate[axis] if axis in chosen else 0 for axis in self.axes)
@@ -114,7 +112,7 @@ class RankGenerator:
         return {a: rank // s % n for a, n, s in zip(self.axes, self.sizes, _strides(self.sizes), strict=True)}
 
     def rank_of(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at ``coordinate``; an axis left out is 0."""
+        """Return the rank at ``coordinate``; a missing axis is 0."""
         assert all(0 <= i < self.sizes[self.axes.index(axis)] for axis, i in coordinate.items()), coordinate
         return sum(coordinate.get(axis, 0) * s for axis, s in zip(self.axes, _strides(self.sizes), strict=True))
 

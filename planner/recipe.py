@@ -1,7 +1,7 @@
-"""From a canonical program and the sizes of a mesh to Decisions: the one recipe, of a plan and of each cut of a search.
+"""From a canonical program and the sizes of a mesh to Decisions, for a plan and for each cut that a search tries.
 
-opened       the sequence cut over cp, the layers of experts opened for ep and etp
-decide_cut   types over tp, stages, and all else that the passes read
+opened       shards the sequence over cp, and prepares expert layers for ep and etp
+decide_cut   decides types over tp, stages, and all other facts that passes read
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from planner.spec.spec import Spec
 
 
 class Opened(NamedTuple):
-    """``is_changed``: the calls of ``program`` are others than those of the model."""
+    """A program rewritten for cp, ep and etp. ``is_changed``: whether its calls differ from the model's."""
 
     program: Program
     context: Context
@@ -41,18 +41,18 @@ class Opened(NamedTuple):
 
 
 def opened(program: Program, spec: Spec, mesh: Mesh, cluster: Cluster | None) -> Opened:
-    """``program``, rewritten for the cp, ep and etp of ``mesh``. Raises PlanError."""
-    found = find_experts(program)  # in the model's own calls: exchanges over cp hide which tokens chose an expert
+    """Rewrite ``program``, in place, for the cp, ep and etp of ``mesh``. Raises PlanError at ops that forbid it."""
+    layers = find_experts(program)  # before cp is cut: its exchanges hide which tokens chose an expert
     with shown_if_slow(f"sharding the sequence over cp {mesh.cp}"):
-        context = cut_sequence(program, mesh.cp, found)
+        context = cut_sequence(program, mesh.cp, layers)
         keep_own_keys(program, context, mesh.tp)
     nodes, dense = nodes_of_experts(mesh, cluster), "" if spec.cuda_graphs.impl == "none" else "cuda_graphs"
-    experts = open_experts(program, found, mesh, nodes=nodes, dense=dense)
-    return Opened(program, context, experts, mesh.cp > 1 or mesh.has_expert_axes or experts != found, cluster)
+    experts = open_experts(program, layers, mesh, nodes=nodes, dense=dense)
+    return Opened(program, context, experts, mesh.cp > 1 or mesh.has_expert_axes or experts != layers, cluster)
 
 
 def blocks_of(program: Program, spec: Spec) -> Blocks:
-    """The repeated blocks; those that overrides treat differently are of different kinds."""
+    """Return the repeated blocks; blocks that overrides treat differently are of different kinds."""
     with shown_if_slow("finding the repeated blocks"):
         return kinds_by_override(program, find_blocks(program), spec.tensor_parallel.overrides)
 
@@ -65,7 +65,10 @@ def decide_cut(
     mesh: Mesh,
     held: KeptDecisions | None = None,
 ) -> tuple[Decisions, tuple[AttentionSite, ...]]:
-    """``held``: what the plan of another length has decided. Raises PlanError, for a tp that cuts nothing too."""
+    """Return the decisions, and the attentions. ``held``: decisions of the plan of another length.
+
+    Raises PlanError, also for a tp over which nothing is sharded.
+    """
     program, cluster, asked = of.program, of.cluster, spec.tensor_parallel
     with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
         cutting, types = Cutting(mesh.tp, mesh.etp, **asked.typing()), None if held is None else held.placements
@@ -79,19 +82,19 @@ def decide_cut(
         placements,
         assign_stages(program, blocks, mesh, spec.pipeline.split, sizes),
         mesh,
-        of.experts,
-        prepared.documents,
-        tuple(prepared.terms.denominators),
-        spec.options(cp=mesh.cp),
+        experts=of.experts,
+        documents=prepared.documents,
+        denominators=tuple(prepared.terms.denominators),
+        options=spec.options(cp=mesh.cp),
     )
     decisions = Decisions(
         lowering,
         blocks,
         prepared.terms,
         mesh,
-        spec.seed,
-        of.context,
-        prepared.rules,
+        seed=spec.seed,
+        context=of.context,
+        rules=prepared.rules,
         on_gpu=cluster is not None and cluster.device.is_gpu,
         cudnn=cluster is not None and cluster.device.cudnn_attention,
         imbalance=spec.experts.imbalance or 1.0,

@@ -1,10 +1,10 @@
-"""The update rule and settings of each parameter, and the matrices of a weight that a rule of matrices updates.
+"""The update rule and settings of each parameter, and the matrices in a weight that a rule such as muon updates whole.
 
-Settings are those of the optimizer's section, changed by the groups that name the parameter.
+A parameter has the settings of the section ``optimizer``, changed by the groups with a glob that matches its name.
 
     optimizer: {lr: 1.0e-4, weight_decay: 0.1, no_decay: vectors, groups: {"lm_head*": {lr: 3.0e-5}}}
 
-A group changes the keys that it writes. Its learning rate follows the schedule in proportion.
+A group changes only the keys that it has. Its learning rate stays in proportion to the scheduled one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Named(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one parameter. ``lr``: after the ``warmup``. ``adjust_lr``: for muon, ``options``: for one of torch.optim."""
+    """The settings of one parameter. ``lr``: after the ``warmup`` (steps). ``adjust_lr``: of muon; ``options``: of a
+    class of torch.optim."""
 
     lr: float
     betas: tuple[float, float]
@@ -57,27 +58,27 @@ class Settings:
     warmup: int = 0
 
     def factor(self, base: Settings) -> float:
-        """Of the learning rate that the schedule gives."""
+        """Return the parameter's learning rate as a multiple of the scheduled one."""
         return self.lr / base.lr if base.lr else 1.0
 
     def told(self, base: Settings) -> str:
-        """The keys that differ from those of the section, in words; "" if none does."""
+        """Return the settings that differ from the section's, in words; "" if none does."""
         changed = [key for key in KEYS if getattr(self, key) != getattr(base, key)]
         return ", ".join(f"{key} {_text(getattr(self, key))}" for key in changed)
 
 
 def base_of(optimizer: OptimizerSpec) -> Settings:
-    """Those of the section."""
+    """Return the settings of the section."""
     o, warmup = optimizer, int(optimizer.schedule.of_run(0).warmup)
     return Settings(o.lr, o.betas, o.eps, o.weight_decay, *momentum_of(o), o.adjust_lr, o.name, options_of(o), warmup)
 
 
 def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[str, Settings]:
-    """By name, of the parameters with other settings than the section's.
+    """Return name → settings of the parameters that differ from the section.
 
-    Raises PlanError for a glob that names no parameter, and for two that give one parameter different values.
+    Raises PlanError for a glob that matches no parameter, and for two that give one parameter different values.
     """
-    base, unused, found = base_of(optimizer), dict.fromkeys(optimizer.groups), dict[str, Settings]()
+    base, unused, own = base_of(optimizer), dict.fromkeys(optimizer.groups), dict[str, Settings]()
     if not unused and optimizer.no_decay == "none" and optimizer.name not in MATRIX_RULES:
         return {}
     names: list[str] = []
@@ -86,36 +87,39 @@ def settings_of(optimizer: OptimizerSpec, parameters: Iterable[Named]) -> dict[s
         changed = _changed(row, optimizer, unused)
         if optimizer.no_decay == "vectors" and len(row.shape) < 2:
             changed = {"weight_decay": 0.0, **changed}
-        made = _of_its_shape(row, replace(base, **changed), is_asked="rule" in changed)
-        if made != base:
-            found[row.name] = made
+        settings = _of_its_shape(row, replace(base, **changed), is_asked="rule" in changed)
+        if settings != base:
+            own[row.name] = settings
     for pattern in unused:
         raise _no_parameter(pattern, names)
-    return found
+    return own
 
 
 def _changed(row: Named, optimizer: OptimizerSpec, unused: dict[str, None]) -> Mapping[str, Any]:
-    """What the groups that name it write. ``unused``: loses them."""
-    found: dict[str, Any] = {}
+    """Return the settings that groups change for a parameter, and remove these groups from ``unused``."""
+    changed: dict[str, Any] = {}
     by: dict[str, str] = {}
     for pattern, group in optimizer.groups.items():
         if not any(fnmatchcase(name, pattern) for name in (row.name, *row.aliases)):
             continue
         unused.pop(pattern, None)
         for key, value in ((_OF_KEY.get(key, key), value) for key, value in group):
-            if value is not None and found.setdefault(key, value) != value:
+            if value is not None and changed.setdefault(key, value) != value:
                 raise PlanError(
                     f"optimizer.groups: '{by[key]}' and '{pattern}' give {row.name} different values of {key}",
                     where=f"optimizer.groups.{pattern}",
-                    fix="make the globs narrower, so that one of them names it",
+                    fix="make the globs narrower, so that only one of them matches this parameter",
                 )
             if value is not None:
                 by.setdefault(key, pattern)
-    return found
+    return changed
 
 
 def _of_its_shape(row: Named, settings: Settings, *, is_asked: bool) -> Settings:
-    """A rule of matrices leaves other parameters to another one; a group that asks for it there is refused."""
+    """Return ``settings`` with another rule if a rule of matrices cannot update this parameter.
+
+    ``is_asked``: a group asks for the rule. Then it raises PlanError instead.
+    """
     if settings.rule not in MATRIX_RULES or row.matrices is not None:
         return settings
     if is_asked:
@@ -145,9 +149,9 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """``section``: the rule of the spec's section; ``others``: of the parameters with another one, by fqn.
+    """``section``: the rule of the spec's section; ``others``: fqn → rule of the parameters with another one.
 
-    ``matrices``: of each hidden weight, by fqn; empty if no rule of the run asks for matrices.
+    ``matrices``: fqn → matrices of each hidden weight; empty if no rule of the run updates matrices.
     """
 
     section: str = "adamw"
@@ -158,7 +162,7 @@ class UpdateRules:
         return self.others.get(fqn, self.section)
 
     def matrices_of(self, fqn: str) -> Matrices | None:
-        """None if it is updated element by element."""
+        """Return the matrices of a parameter; None if it is updated element by element."""
         return self.matrices.get(fqn) if self.of(fqn) in MATRIX_RULES else None
 
 
@@ -170,15 +174,18 @@ class _Row(NamedTuple):
 
 
 def aliases_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """Of each parameter that has several names the others."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return first name → other names of each parameter with several names."""
+    aliases: dict[str, tuple[str, ...]] = {}
     for alias, first in program.aliases.items():
-        found[first] = (*found.get(first, ()), alias)
-    return found
+        aliases[first] = (*aliases.get(first, ()), alias)
+    return aliases
 
 
 def decide_rules(optimizer: OptimizerSpec, program: Program) -> UpdateRules:
-    """Raises PlanError for groups that contradict each other, name nothing, or ask for matrices of a vector."""
+    """Decide the update rule of each parameter.
+
+    Raises PlanError for groups that contradict each other, match nothing, or ask for matrices of a vector.
+    """
     asked = {optimizer.name, *(group.name for group in optimizer.groups.values())}
     by_heads = optimizer.split == "heads"
     matrices = {}
@@ -189,6 +196,6 @@ def decide_rules(optimizer: OptimizerSpec, program: Program) -> UpdateRules:
         _Row(fqn, tuple(program.node(name).meta["val"].shape), aliases.get(fqn, ()), matrices.get(fqn))
         for name, fqn in program.parameters.items()
     ]
-    found = settings_of(optimizer, rows)
-    others = {name: settings.rule for name, settings in found.items() if settings.rule != optimizer.name}
+    own = settings_of(optimizer, rows)
+    others = {name: settings.rule for name, settings in own.items() if settings.rule != optimizer.name}
     return UpdateRules(optimizer.name, others, matrices)

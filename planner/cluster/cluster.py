@@ -4,8 +4,8 @@
       - {name: NVSwitch, devices: 8, bandwidth: 450.0e9, latency: 3.0e-6}        8 devices in a node
       - {name: InfiniBand, devices: 1024, bandwidth: 50.0e9, latency: 6.0e-6}    128 such nodes
 
-Peaks are those of a data sheet; a fraction says how much of a peak large enough work reaches. A number that no machine
-has is a slip of units, and an error.
+Peaks are those of a data sheet; a fraction is the part of a peak that large kernels reach. A value that no machine
+reaches is a mistake of units, and is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ _FLOPS = {"float32": 67e12, "bfloat16": 989e12}
 _LINK = {"name": "NVSwitch", "devices": 8, "bandwidth": 450e9, "latency": 3e-6}
 
 
-# Wide limits (a phone, and ten times the largest machine): they find slips of units, gigabytes for bytes, alone.
+# Wide limits (a phone, and ten times the largest machine): they only detect wrong units, such as gigabytes for bytes.
 def _within(least: float, most: float, unit: str, fix: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if not least <= value <= most:
@@ -93,12 +93,12 @@ class Device(Section):
 
     @property
     def is_gpu(self) -> bool:
-        """Only a GPU has multiprocessors: its kernels are torch's for CUDA."""
+        """Whether the device is a GPU: only a GPU has ``processors``."""
         return self.processors is not None
 
     @property
     def slack_share(self) -> float:
-        """``slack``, or that of a device that was not measured."""
+        """``slack``, or the default of a device that was not measured."""
         return self.slack if self.slack is not None else GPU_SLACK if self.is_gpu else 0.0
 
 
@@ -110,7 +110,7 @@ def _ascending(points: tuple[Point, ...]) -> tuple[Point, ...]:
 
 
 def _rising(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """More bytes never take less time."""
+    """Raise SpecError if more bytes would take less time than fewer."""
     for (low, slow), (high, fast) in pairwise(_ascending(points)):
         if high / fast < low / slow:
             what = f"says that {high:g} bytes take less time than {low:g}"
@@ -148,14 +148,14 @@ class Uncertainty(Section):
 
 
 def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """Each link joins complete groups of the one before it."""
+    """Raise SpecError unless each link joins complete groups of the link before it."""
     if not links:
         raise SpecError("is empty", fix="give at least one link, which joins all devices")
     errors = []
     for index, (inner, outer) in enumerate(pairwise(links), start=1):
         at = f"links.{index}.devices"
         if outer.devices <= inner.devices:
-            what = f"{at} is {outer.devices}, and the link before it joins {inner.devices} already"
+            what = f"{at} is {outer.devices}, but the link before it already joins {inner.devices}"
             fix = "list links from the inside outwards, each with all devices that it joins"
             errors.append(SpecError(what, where=at, fix=fix))
         elif outer.devices % inner.devices:
@@ -168,7 +168,7 @@ def _nested(links: tuple[Link, ...]) -> tuple[Link, ...]:
 
 
 class Cluster(File):
-    """The full file."""
+    """The values of a cluster file."""
 
     name: Name = required("name of the cluster", "dgx-h100")
     device: Device = required(
@@ -185,7 +185,7 @@ class Cluster(File):
         return self.links[-1].devices
 
     def warnings(self) -> Iterator[SpecError]:
-        """Values that are possible, but more often a mistake."""
+        """Yield a warning for each value that is possible, but probably a mistake."""
         for index, (inner, outer) in enumerate(pairwise(self.links), start=1):
             if outer.bandwidth > inner.bandwidth:
                 what = (
@@ -200,11 +200,11 @@ class Cluster(File):
 
 
 def read_cluster(path: str) -> Cluster:
-    """The cluster of a YAML file: at ``path``, or one that is shipped and has this name.
+    """Return the cluster of the YAML file at ``path``, or of the shipped file with this name.
 
-    Raises SpecError: all errors of the file, each with a line number and a fix.
+    Raises SpecError with all errors of the file, each with a line number and a fix.
     """
-    found = cluster_path(path)
-    if found is None:
+    file = cluster_path(path)
+    if file is None:
         raise no_cluster(path, ["."], "")
-    return Cluster.checked(*cluster_values(found), "the cluster file")
+    return Cluster.checked(*cluster_values(file), "the cluster file")

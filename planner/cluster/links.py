@@ -1,9 +1,9 @@
-"""Which links a group of ranks uses, and how long a collective over it takes.
+"""The links that a group of ranks uses, and the seconds of a collective over them.
 
-A group that spans levels works level by level, as NCCL and its like do: of n ranks n₀ are in one node, n₁ nodes in
-one rack, and so on (n = n₀·n₁·…). B: bytes of the full tensor. At level l a device moves B_l = B / (n₀·…·n_{l-1}) of
-it, since all members inside share the work. w: bandwidth · fraction of a device, or as measured for tensors of this
-size and groups of as many parts; t: latency of a message.
+A group that spans several levels works level by level, as in NCCL: of n ranks, n₀ are in one node, n₁ nodes in one
+rack, and so on (n = n₀·n₁·…). B: bytes of the full tensor. At level l, a device moves B_l = B / (n₀·…·n_{l-1}) of it,
+because the members inside share the work. w: bandwidth · fraction of a device, or the measured rate for this tensor
+size and number of parts; t: latency of a message.
 
     reduce-scatter, all-gather      Σ_l  (n_l − 1)·t_l + (n_l − 1)/n_l · B_l / w_l                 ring
     all-reduce                      twice that; or, for small messages,
@@ -13,8 +13,8 @@ size and groups of as many parts; t: latency of a message.
 
 (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck,
 Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". The levels: Cho et al. 2019,
-"BlueConnect".) A link's bandwidth is that of each device, so groups that share a node's links do not slow each other
-while each of a node's devices has one share; a member of a group uses the shares of the members beside it, no others.
+"BlueConnect".) The bandwidth of a link is per device: groups in one node do not slow each other down, and a group uses
+the shares of its own members only.
 """
 
 from collections import Counter
@@ -32,15 +32,15 @@ from planner.ranks import RankGenerator
 EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # → the name of the axis in the generator of experts
 
 
-Group = tuple[int, ...]  # at each level of the cluster's links, how many parts of the level below one group joins there
+Group = tuple[int, ...]  # for each level of links, the number of parts of the level below that a group joins
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One level of links as a device sees it: ``latency`` in seconds, ``bandwidth`` in bytes a second, as reached.
+    """One level of links as a device sees it: ``latency`` in seconds, reached ``bandwidth`` in bytes per second.
 
-    ``reduce_scatter``: how many times as long as a ring that takes. ``sizes``: [bytes of the tensor, bandwidth];
-    ``parts``: [number of parts that a group joins here, factor on its bandwidth]; between two points a power law.
+    ``reduce_scatter``: its duration relative to a ring. ``sizes``: (bytes of the tensor, bandwidth); ``parts``: (number
+    of parts that a group joins here, factor on its bandwidth). Values between two points follow a power law.
     """
 
     latency: float
@@ -50,13 +50,13 @@ class Wire:
     parts: tuple[tuple[float, float], ...] = ()
 
     def rate(self, num_bytes: float, parts: int) -> float:
-        """Bytes a second of a device, in a group of so many parts that exchanges a tensor of so many bytes."""
+        """Return the bytes per second of a device when ``parts`` exchange a tensor of ``num_bytes``."""
         bandwidth = _between(self.sizes, num_bytes) if self.sizes else self.bandwidth
         return bandwidth * _between(self.parts, parts) if self.parts else bandwidth
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at ``at``; beyond the first and the last point theirs."""
+    """Interpolate the value at ``at``; constant beyond the first and the last point."""
     if at <= points[0][0]:
         return points[0][1]
     for (low, first), (high, last) in pairwise(points):
@@ -66,9 +66,7 @@ def _between(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
-    """The levels, from the inside outwards. ``slower``: the factor for devices that share their processor, which also
-    sends and copies.
-    """
+    """Return the levels, from the inside outwards. ``slower``: factor on all times if devices share a processor."""
     return tuple(
         Wire(
             link.latency * slower,
@@ -82,7 +80,10 @@ def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
 
 
 def group_of(ranks: Sequence[int], devices: Sequence[int]) -> Group:
-    """``devices``: of each level. A level that members fill unevenly counts as if all its parts were as the fullest."""
+    """Return the group of ``ranks`` on links that join ``devices`` at each level.
+
+    If members fill the parts of a level unevenly, all parts count as the fullest.
+    """
     parts, inner, sizes = list(ranks), 1, []
     for outer in devices:
         above = Counter(part * inner // outer for part in parts)
@@ -92,7 +93,7 @@ def group_of(ranks: Sequence[int], devices: Sequence[int]) -> Group:
 
 
 def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
-    """The group of ``axis`` that uses the slowest links: of world, one axis, or several such as dp-cp or etp-edp."""
+    """Return the group of ``axis`` with the slowest links. ``axis``: world, one axis, or several such as dp-cp."""
     devices = tuple(link.devices for link in cluster.links)
     if axis == "world":
         return _world(mesh.world_size, devices)
@@ -107,8 +108,8 @@ def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
 
 
 def nodes_of_experts(mesh: Mesh, cluster: Cluster | None) -> int:
-    """Over how many nodes the ranks of ep extend, several in each: tokens go once to each node then. 1: they go to each
-    rank directly. It depends on ep and etp alone, and is 1 for orders of axes in which others lie inside of them.
+    """Return the number of nodes over which ep extends with several ranks in each, so that a token is sent to each node
+    once; 1 if tokens are sent to ranks directly. Always 1 if the order puts another axis inside ep and etp.
     """
     ranks = mesh.expert.group_of("ep", 0)
     if cluster is None or ranks != list(range(0, mesh.ep * mesh.etp, mesh.etp)):
@@ -124,12 +125,12 @@ def _world(size: int, devices: tuple[int, ...]) -> Group:
 
 @lru_cache(maxsize=1 << 14)
 def _group(ranks: RankGenerator, token: str, devices: tuple[int, ...]) -> Group:
-    found = {group_of(ranks.group_of(token, first), devices) for first in _firsts(ranks, devices)}
-    return max(found, key=lambda sizes: tuple(reversed(sizes)))
+    groups = {group_of(ranks.group_of(token, first), devices) for first in _firsts(ranks, devices)}
+    return max(groups, key=lambda sizes: tuple(reversed(sizes)))
 
 
 def _firsts(ranks: RankGenerator, devices: tuple[int, ...]) -> range:
-    """Ranks with groups that cover every position within nodes: one rank, if nodes and axes divide each other."""
+    """Return ranks in groups of every kind: one rank suffices if nodes and axes divide each other."""
     blocks = accumulate(ranks.sizes, mul)
     if all(block % node == 0 or node % block == 0 for block in blocks for node in devices):
         return range(1)
@@ -137,7 +138,7 @@ def _firsts(ranks: RankGenerator, devices: tuple[int, ...]) -> range:
 
 
 def level_between(first: int, second: int, cluster: Cluster) -> int:
-    """The innermost level that joins two ranks."""
+    """Return the innermost level that joins two ranks."""
     for level, link in enumerate(cluster.links):
         if first // link.devices == second // link.devices:
             return level
@@ -145,12 +146,12 @@ def level_between(first: int, second: int, cluster: Cluster) -> int:
 
 
 def outermost(mesh: Mesh, axis: str, cluster: Cluster) -> int | None:
-    """The level of the slowest links that a group of ``axis`` uses; None for an axis of one rank."""
+    """Return the level of the slowest links that a group of ``axis`` uses; None for an axis of one rank."""
     return max((level for level, parts in enumerate(group(mesh, axis, cluster)) if parts > 1), default=None)
 
 
 def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
-    """The level over which ``stage`` sends to the next one; None if one rank runs both."""
+    """Return the level over which ``stage`` sends to the next stage; None if one rank runs both."""
     rank, after = mesh.pp_rank_of(stage), mesh.pp_rank_of(stage + 1)
     return None if rank == after else level_between(mesh.rank_of(pp=rank), mesh.rank_of(pp=after), cluster)
 
@@ -159,7 +160,10 @@ def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
 
 
 def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
-    """Of one collective: all_reduce, all_gather, reduce_scatter or all_to_all; ``num_bytes`` of the full tensor."""
+    """Return the seconds of one collective ``kind``: all_reduce, all_gather, reduce_scatter or all_to_all.
+
+    ``num_bytes``: of the full tensor.
+    """
     if prod(group) == 1:
         return 0.0
     if kind == "all_to_all":
@@ -169,7 +173,7 @@ def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -
 
 
 def send_seconds(num_bytes: float, wire: Wire) -> float:
-    """Of one message between two ranks."""
+    """Return the seconds of one message between two ranks."""
     return wire.latency + num_bytes / wire.rate(num_bytes, 2) if num_bytes else 0.0
 
 

@@ -1,8 +1,7 @@
-"""``plan --why NAME``: the other ways to hold one parameter, each with the cost of the best plan around it.
+"""``plan --why NAME``: the possible shardings of one parameter, each with the cost of the best plan around it.
 
-Nothing of them is stored: the problem of ``planner.placement.decide`` is solved once more for each style, with the
-parameter held (and with it its copies in blocks of the same kind). An override of the parameter is left out: it says
-what is chosen, not what it costs.
+The problem of ``planner.placement.decide`` is solved again for each style, with the parameter (and its copies in blocks
+of the same kind) fixed to this style. An override of the parameter is left out, as it would exclude other styles.
 """
 
 import difflib
@@ -23,9 +22,9 @@ from planner.tables.tables import Tables
 
 COLUMNS = ("style", "cost", "compute", "weights", "exchanges", "reason")
 NOTE = (
-    "cost: the solver's, of the whole model with this parameter held (planner.placement.solve.Weights); compute and "
-    "weights: FLOPs and bytes of matrices of a rank; these three over those of the cheapest. exchanges: the rest of "
-    "the cost, in all-reduces of one value between blocks."
+    "cost: the solver's, of the whole model with this parameter fixed to the style (planner.placement.solve.Weights); "
+    "compute and weights: matrix FLOPs and matrix bytes of a rank; all three relative to the cheapest style. "
+    "exchanges: the rest of the cost, in all-reduces of one value between blocks."
 )
 MOST = 8  # kinds of parameters that one glob shows
 
@@ -34,8 +33,8 @@ REPLICATE, SHARDED = "replicate", ("column", "row", "vocab", "expert")
 
 @dataclass(frozen=True)
 class Alternative:
-    """``cost``: in units of ``planner.placement.solve.Weights``. ``compute``, ``weights``: FLOPs and bytes of matrices
-    of a rank; ``exchanges``: the rest of the cost. ``why``: why there is none with this ``style``, if there is none.
+    """One style of a parameter. ``cost``: in units of ``planner.placement.solve.Weights``. ``compute``, ``weights``:
+    matrix FLOPs and bytes of a rank; ``exchanges``: the rest of the cost. ``why``: why the style is not possible.
     """
 
     style: str
@@ -48,22 +47,24 @@ class Alternative:
 
 
 def alternatives(problem: Problem, name: str) -> list[Alternative]:
-    """Of the parameter with the representative ``name``: the cheapest first, then what is not possible. ``problem`` is
-    used up."""
+    """Return the styles of the parameter with the representative ``name``: the cheapest first, impossible ones last.
+
+    ``problem`` cannot be used afterwards.
+    """
     node = next(node for node in problem.candidates.nodes if node.name == name)
-    options, found = problem.candidates.options, dict[str, Alternative]()
+    options, priced = problem.candidates.options, dict[str, Alternative]()
     for placement in dict.fromkeys(option.out for option in options[name]):
         style = next(problem.wishes.styles(node, placement), None) if placement.is_sharded else REPLICATE
-        held = None if style is None else _with_held(problem, name, placement)
-        if style is not None and held is not None:
-            made = _priced(problem, style, placement, held)
-            found[style] = min(found.get(style, made), made, key=lambda row: row.cost)
-    left = [Alternative(style, why=problem.wishes.obstacle(node, style)) for style in SHARDED if style not in found]
-    return sorted(found.values(), key=lambda row: row.cost) + left
+        solution = None if style is None else _solved_with(problem, name, placement)
+        if style is not None and solution is not None:
+            row = _priced(problem, style, placement, solution)
+            priced[style] = min(priced.get(style, row), row, key=lambda row: row.cost)
+    left = [Alternative(style, why=problem.wishes.obstacle(node, style)) for style in SHARDED if style not in priced]
+    return sorted(priced.values(), key=lambda row: row.cost) + left
 
 
-def _with_held(problem: Problem, name: str, placement: Placement) -> Solution | None:
-    """None if no typing of the rest fits."""
+def _solved_with(problem: Problem, name: str, placement: Placement) -> Solution | None:
+    """Solve ``problem`` with this placement of ``name``; None if no typing of the rest fits."""
     options = problem.candidates.options
     all_of_it = options[name]
     options[name] = [option for option in all_of_it if option.out == placement]
@@ -75,16 +76,16 @@ def _with_held(problem: Problem, name: str, placement: Placement) -> Solution | 
         options[name] = all_of_it
 
 
-def _priced(problem: Problem, style: str, placement: Placement, found: Solution) -> Alternative:
+def _priced(problem: Problem, style: str, placement: Placement, solution: Solution) -> Alternative:
     costs, weights = problem.costs, problem.weights
-    compute, repeated = _of_rank(problem, found.options, costs.flops)
-    matrices, held = _of_rank(problem, found.options, costs.matrix)
-    exchanges = found.cost - weights.flops * repeated - weights.parameters * held
-    return Alternative(style, placement, found.cost, compute, matrices, max(exchanges, 0.0))
+    compute, repeated = _of_rank(problem, solution.options, costs.flops)
+    matrices, replicated = _of_rank(problem, solution.options, costs.matrix)
+    exchanges = solution.cost - weights.flops * repeated - weights.parameters * replicated
+    return Alternative(style, placement, solution.cost, compute, matrices, max(exchanges, 0.0))
 
 
 def _of_rank(problem: Problem, chosen: Mapping[str, Option], sizes: Mapping[str, float]) -> tuple[float, float]:
-    """What a rank has of the model's ``sizes``, and how much more that is than its share."""
+    """Return the part of the model's ``sizes`` on one rank, and its excess over an equal share."""
     total = more = 0.0
     for node in problem.candidates.nodes:
         size, ranks = sizes.get(node.name, 0.0) * problem.costs.instances[node.name], problem.candidates.size(node)
@@ -94,7 +95,10 @@ def _of_rank(problem: Problem, chosen: Mapping[str, Option], sizes: Mapping[str,
 
 
 def why(tables: Tables, decisions: Decisions, name: str) -> list[Section]:
-    """A table for each kind of parameter that ``name``, a dotted name or a glob, means. Raises PlanError."""
+    """Return a table for each kind of parameter that matches ``name``, a dotted name or a glob.
+
+    Raises PlanError if no parameter matches.
+    """
     program, rep = decisions.program, decisions.blocks.representative
     meant = [node for node, fqn in program.parameters.items() if fqn == name or fnmatchcase(fqn, name)]
     if not meant:

@@ -1,8 +1,8 @@
-"""Two plans side by side: each value of their JSON that differs, by table, row and field.
+"""Compare two plans: each value of their JSON that differs, by table, row and field.
 
     parameters  h.{0,1}.mlp.up.weight  2  local_shape  [16, 8]  [32, 8]
 
-Rows find their partners by the fields in ``KEYS``. Equal changes of repeated blocks are one line.
+Rows of both plans are matched by the fields in ``KEYS``. Equal changes of repeated blocks are one line.
 """
 
 from collections import Counter
@@ -30,15 +30,15 @@ KEYS: dict[str, tuple[str, ...]] = {
     "memory": ("pp_rank",),
     "diagnostics": ("where", "level", "what"),
 }
-ROW = "row"  # the field of a full row, of which the other plan has none
+ROW = "row"  # the field of a change if only one plan has the row
 _PLACES = {"stage", "stages", "pp_rank", "chunk"}  # numbers that differ from block to block
-_LONG = 120  # characters of a value that are shown
+_LONG = 120  # maximum number of characters printed of a value
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``field`` of ``count`` rows of a table, all alike, the folded name of which is ``name``; values as in JSON."""
+    """An equal change of ``field`` in ``count`` rows of a table with the folded name ``name``; values as in JSON."""
 
     table: str
     name: str
@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Of ``after`` from ``before``. ``same_decisions``: both run the same, and only estimates or remarks differ."""
+    """The changes from one plan to another. ``same_decisions``: only estimates, diagnostics or remarks differ."""
 
     changes: tuple[Change, ...]
     same_decisions: bool
@@ -65,58 +65,59 @@ class Differences:
 
 
 def differences(before: Tables, after: Tables) -> Differences:
+    """Return all changes from ``before`` to ``after``."""
     old, new = before.to_dict(), after.to_dict()
-    found = [change for table in new for change in _of_table(table, old[table], new[table])]
-    return Differences(tuple(found), before.hash() == after.hash())
+    changes = [change for table in new for change in _of_table(table, old[table], new[table])]
+    return Differences(tuple(changes), before.hash() == after.hash())
 
 
 def _of_table(table: str, before: Any, after: Any) -> list[Change]:
     if table not in KEYS:
         return [Change(table, table, *values) for values in _fields(before, after)]
-    old, new, found = _by_key(table, before), _by_key(table, after), list[Change]()
+    old, new, changes = _by_key(table, before), _by_key(table, after), list[Change]()
     for key in dict.fromkeys((*new, *old)):
         is_in_both = key in old and key in new
         values = _fields(old[key], new[key]) if is_in_both else [(ROW, old.get(key), new.get(key))]
-        found += [Change(table, _name(table, key), *leaf) for leaf in values]
-    if not found and before != after:
+        changes += [Change(table, _name(table, key), *leaf) for leaf in values]
+    if not changes and before != after:
         return [Change(table, table, "order", "as listed", "in another order", len(after))]
-    return list(_folded(found))
+    return list(_folded(changes))
 
 
 def _by_key(table: str, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Rows with equal keys are numbered in their order."""
-    seen, found = Counter[Hashable](), dict[tuple[Any, ...], Mapping[str, Any]]()
+    """Return key → row; rows with equal keys are numbered in their order."""
+    seen, by_key = Counter[Hashable](), dict[tuple[Any, ...], Mapping[str, Any]]()
     for row in rows:
         key = tuple(_module(row[name]) if name == "where" else row[name] for name in KEYS[table])
-        found[*key, seen[key]] = row
+        by_key[*key, seen[key]] = row
         seen[key] += 1
-    return found
+    return by_key
 
 
 def _module(where: str) -> str:
-    """Without the user's line, which moves when the file is edited."""
+    """Return the place without its source line, which moves when the file is edited."""
     return where.partition("   (")[0]
 
 
 def _name(table: str, key: tuple[Any, ...]) -> str:
-    """The first word may be folded: a name, a block, or ``pp_rank.0``."""
+    """Return the printed name of a row. Its first word, which may be folded, is a name, a block, or ``pp_rank.0``."""
     *values, number = key
-    given = dict(zip(KEYS[table], values, strict=True))
-    if given.get("where"):
-        given.pop("block", None)
+    fields = dict(zip(KEYS[table], values, strict=True))
+    if fields.get("where"):
+        fields.pop("block", None)
     parts = [
-        f"{n}.{v}" if type(v) is int else str(v) for n, v in given.items() if v is not None and type(v) is not bool
+        f"{n}.{v}" if type(v) is int else str(v) for n, v in fields.items() if v is not None and type(v) is not bool
     ]
     return " ".join(filter(None, parts)) + (f" {number}" if number else "")
 
 
 def _rest(table: str, row: Any, without: Set[str] = frozenset()) -> Any:
-    """A row without the fields that its name says."""
+    """Return a row without the fields in its name, and those in ``without``."""
     return row and {name: value for name, value in row.items() if name not in KEYS[table] and name not in without}
 
 
 def _fields(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves that differ: mappings and lists of these are taken apart."""
+    """Yield (path, before, after) of each leaf that differs, inside mappings and lists of mappings or lists."""
     if before == after:
         return
     pairs = _items(before), _items(after)
@@ -129,7 +130,7 @@ def _fields(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 
 def _items(value: Any) -> Mapping[Any, Any] | None:
-    """None for a leaf."""
+    """Return the items of a mapping or a list, None for a leaf."""
     if isinstance(value, Mapping):
         return value
     is_nested = isinstance(value, list) and value and all(isinstance(item, (dict, list)) for item in value)
@@ -137,13 +138,13 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _is_order(value: list[Any]) -> bool:
-    """A rank's actions, [kind, microbatch, chunk] each."""
+    """Return whether ``value`` is the order of a rank's actions, each [kind, microbatch, chunk]."""
     return all(isinstance(item, list) and item and isinstance(item[0], str) for item in value)
 
 
 def _folded(changes: Sequence[Change]) -> Iterator[Change]:
-    for found in fold(changes, lambda change: change.name, lambda change: (change.field, _alike(change))):
-        yield replace(found.rows[0], name=found.name, count=len(found.rows))
+    for item in fold(changes, lambda change: change.name, lambda change: (change.field, _alike(change))):
+        yield replace(item.rows[0], name=item.name, count=len(item.rows))
 
 
 def _alike(change: Change) -> str:
@@ -153,22 +154,22 @@ def _alike(change: Change) -> str:
     return str(values)
 
 
-def differences_text(found: Differences, before: str, after: str) -> str:
-    """Plain text, a table for each of the plan's; ``before`` and ``after``: names of the two plans."""
-    if not found.any:
+def differences_text(compared: Differences, before: str, after: str) -> str:
+    """Return the changes as plain text, by table. ``before`` and ``after``: names of the two plans."""
+    if not compared.any:
         return f"{NOTHING}\n"
     lines = [f"before  {before}", f"after   {after}"]
-    if found.same_decisions:
+    if compared.same_decisions:
         lines.append("both plans make the same decisions: only estimates, diagnostics or remarks differ")
     sections = [Section("Differences", note="\n".join(lines))]
-    for table, changes in groupby(found.changes, lambda change: change.table):
+    for table, changes in groupby(compared.changes, lambda change: change.table):
         rows = ((c.name, str(c.count), c.field, *_shown(c)) for c in changes)
         sections.append(Section(table.replace("_", " ").capitalize(), COLUMNS, tuple(rows), right=frozenset({TIMES})))
     return sections_text(sections)
 
 
 def _shown(change: Change) -> tuple[str, str]:
-    """Two values as text; of long ones the part in which they differ."""
+    """Return both values as text; of long values, only the part around the first difference."""
     is_row = change.field == ROW
     first, second = (_text(_rest(change.table, v) if is_row else v) for v in (change.before, change.after))
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,4 +1,4 @@
-"""The sections of an explained Plan on what ranks hold and do: experts, graphs, recomputation, memory, seconds."""
+"""The sections of a printed plan about single ranks: experts, graphs, recomputation, memory, seconds."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -15,8 +15,8 @@ from planner.spec.fields import AUTO
 from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import ExpertsPlan, Tables
 
-SHOWN = 8  # ranks, or groups, that still read well one by one
-LONG_ORDER = 24  # actions, or slots, that do
+SHOWN = 8  # maximum number of ranks, or groups, that are listed in full
+LONG_ORDER = 24  # the same for actions, or slots
 
 
 def sections_of_ranks(plan: Tables, full: bool) -> tuple[Section, ...]:
@@ -25,7 +25,7 @@ def sections_of_ranks(plan: Tables, full: bool) -> tuple[Section, ...]:
 
 
 def _experts(plan: Tables, full: bool) -> Section:
-    """A row for each layer and ep rank; equal layers once."""
+    """Return a row for each layer and ep rank; equal layers share their rows."""
     name, same = attrgetter("block"), attrgetter("num_experts", "top_k", "how", "ranks", "bytes", "sends")
     folds = fold(plan.experts, name, same, full=full)
     rows = tuple(cells for item in folds for cells in _cells(item))
@@ -52,12 +52,12 @@ def _cells(item: Fold) -> list[tuple[str, ...]]:
 
 
 def _groups(mesh: Mesh) -> str:
-    """The groups of the first stage, of axes that have more than one rank."""
+    """Return the note of the table: the expert groups of the first stage, for axes of more than one rank."""
     if not mesh.has_expert_axes:
         return "experts are sharded like other matrices; `mesh.ep` would distribute them over ranks"
     lines = [
-        "sent: bytes that a rank dispatches for one microbatch; the combine returns as many. Tokens that go once to a "
-        "rank with several of their experts are counted as for equally likely choices",
+        "sent: bytes that a rank dispatches for one microbatch; the combine returns as many. If a token is sent once "
+        "to a rank with several of its experts, all choices are assumed to be equally likely",
         "grouped products add weight gradients to the buffer expert by expert; if one kernel multiplies all "
         "experts (bfloat16 on Hopper or later), one kernel also computes their gradient, which is added at once",
     ]
@@ -76,7 +76,7 @@ def _shortened(items: Sequence[str]) -> str:
 
 def _regions(plan: Tables, full: bool) -> Section:
     def crossing(key: str) -> tuple[Column, Column]:
-        """Each block has names of its own for the same values, as many in all blocks of a line."""
+        """Return columns of the number and the names of values; each folded block has other names for its values."""
 
         def names(rows: Sequence[GraphRegion]) -> str:
             return ", ".join(getattr(rows[0], key)) + (", …" if len(rows) > 1 else "")
@@ -110,7 +110,7 @@ def _graphs(plan: Tables, full: bool) -> Section:
 
 
 def format_slots(slots: Sequence[int]) -> str:
-    """``(0 1 2)..`` for slots that come in turn; else the first of them."""
+    """Return ``(0 1 2)..`` for slots that repeat in turn; else the first slots."""
     first = next((n for n in range(1, len(slots)) if all(s == slots[i % n] for i, s in enumerate(slots))), len(slots))
     if first * 2 < len(slots) and first <= LONG_ORDER:
         return f"({' '.join(map(str, slots[:first]))}).."
@@ -118,7 +118,7 @@ def format_slots(slots: Sequence[int]) -> str:
 
 
 def _recompute(plan: Tables, full: bool) -> Section:
-    """The recomputed ops, line by line; equal blocks share a row."""
+    """Return the recomputed ops by source line; equal blocks share a row."""
 
     def name(row: RecomputeRow) -> str:
         return row.where if row.where.startswith(row.block) else f"{row.block} {row.where}"
@@ -137,7 +137,7 @@ def _recompute(plan: Tables, full: bool) -> Section:
 
 
 def _compiled(plan: Tables, full: bool) -> Section:
-    """Pieces by their shared functions, and ops that run eagerly, with the reason."""
+    """Return the compiled pieces, with their shared functions, and the ops that run eagerly, with the reason."""
     columns = [
         *texts("ops"),
         Column("function", lambda row: "-" if row.reason else str(row.function), is_number=True),
@@ -185,7 +185,7 @@ def _shard(buffer: BufferPlan) -> str:
 
 
 def _rule(buffer: BufferPlan) -> str:
-    """With the number of matrices that it updates whole, and the ranks that are their homes."""
+    """Return the rule of a buffer, with the number of matrices that it updates whole, and of their home ranks."""
     homes = [home for bucket in buffer.buckets for home in bucket.homes]
     over = f" on {len(set(homes))} home ranks of {buffer.matrix_axis}" if buffer.matrix_axis else ""
     return f"{buffer.rule}, {len(homes)} matrices{over}" if homes else buffer.rule

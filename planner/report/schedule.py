@@ -1,13 +1,13 @@
-"""A schedule for other programs and for the eye: JSON, a table of actions, and a chart.
+"""A schedule as JSON, as a table of actions, and as a chart.
 
-In JSON, ``order`` writes +(chunk + 1) for a forward and -(chunk + 1) for a backward; ``steps`` has the W too. In the
-chart, one SVG file that needs nothing else, time goes to the right, with a row for each pp rank:
+In JSON, ``order`` has +(chunk + 1) for a forward and -(chunk + 1) for a backward; ``steps`` has the actions W too. The
+chart is one self-contained SVG file, in which time runs to the right and each pp rank has a row:
 
     forward    a light, plain bar with dark digits
     backward   a dark, hatched bar with white digits
-    weights    a bar of middle tone with white digits: the gradients of weights, where they wait
-    digits     the microbatch; below them, where ranks have several chunks, c and the chunk, each in its own tone
-    bubble     the bare row between bars
+    weights    a bar of medium tone with white digits: the gradients of weights, if they are delayed (W)
+    digits     the microbatch; below them, if ranks have several chunks, c and the chunk, each in its own tone
+    bubble     the empty row between bars
 
 A long timeline continues on the next line, like text; a bar that crosses the end of a line appears in both.
 """
@@ -50,7 +50,7 @@ _AXIS, _GAP = 18, 14  # pixels above and below the rows of a line
 
 
 def schedule_to_dict(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
-    """Plain data: the schedule table, each rank's actions in order, and the share of time that is bubble."""
+    """Return plain data: the schedule table, each rank's actions in order, and the bubble as a fraction of time."""
     return {
         "schedule_table": [list(row) for row in schedule.table],
         "ranks": [_rank_to_dict(schedule, rank) for rank in range(schedule.pp)],
@@ -71,16 +71,16 @@ def _rank_to_dict(schedule: Schedule, rank: int) -> dict[str, Any]:
 
 
 def costs_in_words(schedule: Schedule) -> str:
-    """The costs that the simulation assumes if no others are known."""
+    """Return the costs that the simulation assumes by default, in words."""
     return "F, B and W cost the same" if schedule.has_weights else "a backward costs two forwards"
 
 
 def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
-    """The step by rank grid, then its costs."""
+    """Return the grid of steps and ranks, then bubble, warm-up and slots."""
     ranks = [_rank_to_dict(schedule, rank) for rank in range(schedule.pp)]
     counts = [[rank[key] for rank in ranks] for key in ("num_warmup", "static_input_slots", "graph_slots")]
-    found = (" ".join(map(str, of)) for of in (*counts, simulation.peak_in_flight, simulation.peak_waiting))
-    warmups, slots, graphs, peaks, waiting = found
+    texts = (" ".join(map(str, of)) for of in (*counts, simulation.peak_in_flight, simulation.peak_waiting))
+    warmups, slots, graphs, peaks, waiting = texts
     weights = ", W its weight gradients" if schedule.has_weights else ""
     return "\n".join(
         [
@@ -101,7 +101,7 @@ def schedule_text(schedule: Schedule, simulation: Simulation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Pixels of one unit of time and of one row, and the units of time that one line shows."""
+    """``unit``: pixels of one unit of time; ``row``: pixels of one row; ``span``: units of time of one line."""
 
     unit: int
     row: int
@@ -109,13 +109,13 @@ class _Scale:
 
     @classmethod
     def of(cls, schedule: Schedule, duration: float) -> _Scale:
-        """So that the digits of every microbatch fit into the bar of a forward."""
+        """Return a scale at which the digits of every microbatch fit into the bar of a forward."""
         unit = 10 + 7 * max(2, len(str(schedule.num_microbatches - 1)))
         return cls(unit, 34 if schedule.vpp > 1 else 26, min(max(duration, 1), _WIDEST // unit))
 
 
 def schedule_svg(schedule: Schedule, simulation: Simulation) -> str:
-    """The chart, with a title, a legend and a scale of time, in light or dark as the reader's screen is."""
+    """Return the chart, with a title, a legend and a time axis, in the light or dark colours of the reader's screen."""
     scale = _Scale.of(schedule, simulation.duration)
     height = _AXIS + schedule.pp * scale.row + _GAP
     starts = [i * scale.span for i in range(max(1, -int(-simulation.duration // scale.span)))]
@@ -137,17 +137,17 @@ def schedule_svg(schedule: Schedule, simulation: Simulation) -> str:
 
 
 def _legend(schedule: Schedule) -> list[tuple[str, str, int, str]]:
-    """(kind, colour, x, words) of a sample of each kind of bar, and of none."""
+    """Return (kind, colour, x, words) of a sample bar of each kind, and of the bubble."""
     on_chunk, step = (" on chunk 1", 270) if schedule.vpp > 1 else ("", 210)
     shown = [("F", f"forward of microbatch 3{on_chunk}"), ("B", f"backward of microbatch 3{on_chunk}")]
     shown += [("W", "its gradients of weights")] * schedule.has_weights
-    found = [(kind, _BAR[kind][schedule.vpp > 1], words) for kind, words in shown]
-    places = enumerate([*found, ("", "", "bubble: the rank waits")])
+    samples = [(kind, _BAR[kind][schedule.vpp > 1], words) for kind, words in shown]
+    places = enumerate([*samples, ("", "", "bubble: the rank waits")])
     return [(kind, fill, _MARGIN + i * step, words) for i, (kind, fill, words) in places]
 
 
 def _line(schedule: Schedule, simulation: Simulation, scale: _Scale, start: float, top: int) -> dict[str, Any]:
-    """The actions of all ranks from ``start`` on, for as long as a line shows, below a number every few forwards."""
+    """Return one line of the chart: the actions of all ranks from time ``start``, and ticks every few forwards."""
     end, step = min(start + scale.span, simulation.duration), 5 if scale.span > 20 else 2
 
     def x_of(time: float) -> float:

@@ -1,8 +1,8 @@
-"""A section of an explained plan: a title, columns and cells. A column says once how its cells are made of rows.
+"""A section of a printed plan: a title, columns and cells. A column defines how its cells are made from rows.
 
 Rows that differ only in a number inside a dotted name are folded: ``h.0.attn``, ``h.1.attn`` are ``h.{0,1}.attn``,
-twice. A fold represents exactly its rows: it takes one number of the name at a time, and only joins items with
-equal other parts and equal numbers of rows. Expanding the ranges gives every name equally often.
+twice. A fold represents exactly its rows: it joins one number of the name at a time, and only items with equal other
+parts and equal numbers of rows, so that expanding the ranges gives every name equally often.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-_MOST_PARTS = 100  # of a dotted name; more are no modules in modules
-TIMES = "\N{MULTIPLICATION SIGN}"  # heading: the number of rows in this one
+_MOST_PARTS = 100  # of a dotted name: no model nests modules deeper
+TIMES = "\N{MULTIPLICATION SIGN}"  # heading of the number of folded rows
 # Columns that may wrap; names and shapes are not wrapped.
 PROSE = frozenset(
     {"reason", "what", "fix", "where", "receives", "sends", "order", "names", "inputs", "outputs", "before", "after"}
@@ -21,7 +21,7 @@ PROSE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """``rows`` that print as one; ``name`` has ranges for numbers that differ between their names."""
+    """``rows`` that are printed as one; ``name`` has ranges for the numbers in which their names differ."""
 
     name: str
     rows: tuple[Any, ...]
@@ -30,14 +30,14 @@ class Fold:
 @dataclass(frozen=True, slots=True)
 class _Item:
     parts: tuple[str, ...]
-    key: tuple[Hashable, ...]  # these must be equal; the words after the name come first
+    key: tuple[Hashable, ...]  # equal in all folded items; first the words after the name
     rows: tuple[Any, ...]
 
 
 def fold(
     rows: Iterable[Any], name: Callable[[Any], str], same: Callable[[Any], Hashable], *, full: bool = False
 ) -> list[Fold]:
-    """Fold rows that are equal under ``same``, in the order in which each fold begins. ``full``: each row alone.
+    """Fold rows that are equal under ``same``, in the order of their first rows. ``full``: do not fold.
 
     Only the first word of ``name(row)`` is folded; the rest, a place in a file, must be equal.
     """
@@ -81,7 +81,7 @@ def _range(members: list[_Item], position: int) -> tuple[str, ...]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as runs: 0, 1, 2, 3, 7 is ``0..3,7``; a run of two is ``0,1``."""
+    """Return numbers as runs: 0, 1, 2, 3, 7 is ``0..3,7``; a run of two is ``0,1``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -100,13 +100,13 @@ class Section:
     rows: tuple[tuple[str, ...], ...] = ()
     note: str = ""
     right: frozenset[str] = frozenset()
-    opened: bool = True  # on a page: else a reader opens it
+    opened: bool = True  # on a page; a closed table shows only its title at first
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``cell``: its text in a row. ``joins``: it is made of all rows that are folded to one, so that these may differ
-    in it; otherwise rows are folded only if their cells are equal. ``is_shown``: a column may be left out.
+    """``cell``: the text of a row. ``joins``: ``cell`` gets all rows of a fold, which may differ in this column; only
+    rows with equal cells in the other columns are folded. ``is_shown``: False leaves the column out.
     """
 
     title: str
@@ -117,12 +117,12 @@ class Column:
 
 
 def numbers(keys: Mapping[str, str], form: str = "") -> list[Column]:
-    """Columns of numbers: title → attribute of a row."""
+    """Return columns of numbers. ``keys``: title → attribute of a row."""
     return [Column(t, lambda row, key=key: format(getattr(row, key), form), is_number=True) for t, key in keys.items()]
 
 
 def texts(*keys: str) -> list[Column]:
-    """Columns of texts, by the attributes of a row."""
+    """Return columns of texts. ``keys``: attributes of a row, which are also the titles."""
     return [Column(key, attrgetter(key)) for key in keys]
 
 
@@ -134,7 +134,7 @@ def table(title: str, rows: Iterable[Any], columns: Sequence[Column], note: str 
 
 
 class Named(NamedTuple):
-    """The first column: its title, the name of a row, and the text of a line from the folded name and its first row."""
+    """The first column: its ``title``, the name ``of`` a row, and the ``label`` of a folded name and its first row."""
 
     title: str
     of: Callable[[Any], str]
@@ -144,7 +144,7 @@ class Named(NamedTuple):
 def folded(
     title: str, rows: Iterable[Any], name: Named, columns: Sequence[Column], note: str = "", *, full: bool
 ) -> Section:
-    """A line for all rows that are equal but for the numbers in their names; ``full``: a line for each row."""
+    """Return a table with one line for all rows that differ only in numbers of their names; ``full``: do not fold."""
     alone = [column for column in columns if not column.joins]
 
     def same(row: Any) -> tuple[str, ...]:

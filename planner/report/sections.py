@@ -1,4 +1,4 @@
-"""The sections of an explained Plan as titles, columns and cells, before anything draws them.
+"""The sections of a printed plan as titles, columns and cells.
 
 Warnings come first and in full; remarks (``info``) of one kind are joined:
 
@@ -34,9 +34,9 @@ _SIZES = re.compile(r" ?\[[^]]*\]|\d+")
 
 
 def sections(plan: Tables, *, full: bool = False, each_remark: bool = False) -> list[Section]:
-    """All sections in reading order; a table without rows is left out, but not parameters and collectives.
+    """Return all sections in reading order, without empty tables, except those of parameters and collectives.
 
-    ``full``: a row for every block. ``each_remark``: remarks of one kind are not joined, even if blocks are.
+    ``full``: a row for every block. ``each_remark``: do not join remarks of one kind, even if blocks are folded.
     """
     warned = [section for section in (warnings_section(plan, full),) if section.rows]
     decided = [_parameters(plan, full), _collectives(plan, full), _stages(plan), _schedule(plan)]
@@ -73,7 +73,7 @@ def _parameters(plan: Tables, full: bool) -> Section:
 
 
 def cut_of(p: ParameterPlan) -> str:
-    """dim 1: 768+64(whole), padded by 47; of experts also the dim that ep cuts: dim 0 over ep, dim 2"""
+    """Return the sharded dim, as "dim 1: 768+64(whole), padded by 47"; for experts as "dim 0 over ep, dim 2"."""
     experts = f"dim {p.expert_dim} over ep" if p.expert_dim >= 0 else ""
     if p.dim is None:
         return experts or "-"
@@ -131,7 +131,7 @@ def _schedule(plan: Tables) -> Section:
 
 
 def format_order(order: Sequence[tuple[str, int, int]], vpp: int = 1) -> str:
-    """A rank's actions in one line; in a long one, runs that count the microbatch up by one are shown by their ends."""
+    """Return a rank's actions in one line; a long line shows only the ends of runs of counting microbatches."""
 
     def show(actions: Sequence[tuple[str, int, int]]) -> str:
         words = [f"{kind}{microbatch}" + (f".{chunk}" if vpp > 1 else "") for kind, microbatch, chunk in actions]
@@ -149,7 +149,7 @@ def format_order(order: Sequence[tuple[str, int, int]], vpp: int = 1) -> str:
 
 
 def _longest_run(order: Sequence[tuple[str, int, int]], start: int) -> tuple[int, int]:
-    """(period, repeats) of the run from ``start`` that covers most actions; (1, 1) unless it repeats three times."""
+    """Return (period, repeats) of the longest run from ``start``; (1, 1) unless it repeats three times."""
     best = (1, 1)
     for period in (1, 2, 3):
         end = start + period
@@ -190,7 +190,7 @@ def warnings_section(plan: Tables, full: bool) -> Section:
 
 
 def remarks_section(plan: Tables, full: bool, each: bool = False) -> Section:
-    """``each``: those of one kind are not joined."""
+    """Return the table of remarks. ``each``: do not join remarks of one kind."""
     found = [d for d in plan.diagnostics if d.level == "info"]
     folds = _folds(found, full)
     rows = [_row(kind) for kind in ([[f] for f in folds] if full or each else _kinds(folds))]
@@ -206,11 +206,11 @@ def _folds(found: Iterable[Diagnostic], full: bool) -> list[Fold]:
 
 
 def _kinds(folds: Iterable[Fold]) -> list[list[Fold]]:
-    """Those that say the same of other sizes, in the order of the first of each."""
-    found: dict[str, list[Fold]] = {}
+    """Group remarks that differ only in sizes, in the order of the first of each group."""
+    kinds: dict[str, list[Fold]] = {}
     for item in folds:
-        found.setdefault(_kind(item), []).append(item)
-    return list(found.values())
+        kinds.setdefault(_kind(item), []).append(item)
+    return list(kinds.values())
 
 
 def _kind(item: Fold) -> str:

@@ -1,4 +1,4 @@
-"""Scales and shapes of every picture: a value's place in pixels, round ticks, boxes as SVG paths, and bars of parts."""
+"""Scales and shapes of pictures: values in pixels, round ticks, boxes as SVG paths, and stacked bars."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
-_LOG = 8
-_LETTER = 7  # pixels, at most
-Row = tuple[str, Sequence[tuple[str, float, str]], str]  # name; (part, size, words) of each; text behind the bar
-LENGTH, STEP = 640, 30  # pixels: of the longest bar, from bar to bar
+_LOG = 8  # ratio of largest to smallest value from which a scale is logarithmic
+_LETTER = 7  # maximum width of a letter, in pixels
+Row = tuple[str, Sequence[tuple[str, float, str]], str]  # name; (part, size, words) of each part; text behind the bar
+LENGTH, STEP = 640, 30  # pixels: length of the longest bar, distance between bars
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, by their logarithms if ``is_log``."""
+    """Maps values in [``low``, ``high``] to pixels in [``start``, ``end``], by their logarithms if ``is_log``."""
 
     low: float
     high: float
@@ -24,7 +24,7 @@ class Scale:
 
     @classmethod
     def around(cls, values: Sequence[float], start: float, end: float) -> Scale:
-        """With room for all: from zero, or by logarithms if they differ by more than ``_LOG`` times."""
+        """Return a scale for all ``values``: from zero, or logarithmic if they differ by more than ``_LOG`` times."""
         low, high = min(values), max(values) or 1.0
         if low > 0 and high / low > _LOG:
             return cls(low / 1.3, high * 1.3, start, end, True)
@@ -38,7 +38,7 @@ class Scale:
         return self.low <= value <= self.high
 
     def ticks(self, most: int = 5, *, whole: bool = False) -> list[float]:
-        """Round values between both ends; ``most`` of them or a few less if steps are linear."""
+        """Return round values on the scale; about ``most`` if it is linear. ``whole``: integers only."""
         if not self.is_log:
             return round_ticks(self.low, self.high, most, whole=whole)
         powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
@@ -46,7 +46,7 @@ class Scale:
 
 
 def round_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    """Return round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / most
     power = 10.0 ** floor(log10(rough)) if rough > 0 else 1.0
     step = next(power * by for by in (1, 2, 5, 10) if power * by >= rough * 0.999)
@@ -56,13 +56,13 @@ def round_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) 
 
 
 def box(left: float, top: float, width: float, height: float) -> str:
-    """The ``d`` of a path."""
+    """Return a rectangle as the attribute ``d`` of an SVG path."""
     return f"M{left:g} {top:g}h{width:g}v{height:g}h-{width:g}z"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``fill``: index of a colour of the palette; ``words``: its name and size."""
+    """One part of a bar. ``fill``: index of its colour in the palette; ``words``: its name and size."""
 
     x: float
     width: float
@@ -80,7 +80,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """``legend``: (fill, name). ``limits``: (x, words) of lines across all bars; ``end``: the begin of their texts."""
+    """A picture of bars. ``legend``: (fill, name). ``limits``: (x, words) of lines across all bars. ``end``: x of the
+    texts behind the bars."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -95,7 +96,7 @@ class Bars:
 def bars_of(
     title: str, rows: Sequence[Row], parts: Sequence[str], limits: Sequence[tuple[float, str]] = (), note: str = ""
 ) -> Bars:
-    """``parts`` in the order of their colours; ``limits`` in the unit of the sizes."""
+    """Return the picture of ``rows``. ``parts``: in the order of their colours; ``limits``: in the unit of sizes."""
     most = max([sum(size for _, size, _ in row[1]) for row in rows] + [size for size, _ in limits] + [1e-30])
     scale, left = LENGTH / most, 16 + _LETTER * max([len(name) for name, *_ in rows], default=0)
     bars, top = [], 8 + 16 * len(limits)
@@ -110,4 +111,5 @@ def bars_of(
     legend = tuple((i, part) for i, part in enumerate(parts) if part in used)
     lines = tuple((round(left + size * scale, 1), words) for size, words in limits)
     end, longest = left + LENGTH + 10, max([len(text) for *_, text in rows], default=0)
-    return Bars(title, tuple(bars), legend, top + len(rows) * STEP, lines, note, end, end + 10 + _LETTER * longest)
+    height, width = top + len(rows) * STEP, end + 10 + _LETTER * longest
+    return Bars(title, tuple(bars), legend, height, limits=lines, note=note, end=end, width=width)

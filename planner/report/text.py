@@ -1,7 +1,7 @@
 """Print a plan: the same sections as a terminal table, plain text or YAML.
 
-Repeated blocks share one row; its name has ranges (``h.{0..11}.attn``), and its count is the number of rows; nothing is
-left out. ``full`` gives each its own row. The text is the same on every machine.
+Repeated blocks share one row with ranges in its name (``h.{0..11}.attn``) and their number as its count; with ``full``,
+each has its own row. The text is the same on every machine.
 """
 
 import io
@@ -17,14 +17,12 @@ from planner.report.section import PROSE, Section
 from planner.tables.tables import Tables
 
 WIDTH = 160
-_PROSE_WIDTH = 30  # of a column that may wrap, if the others leave less
+_PROSE_WIDTH = 30  # minimum width of a column that may wrap
 _GAP = 2  # blanks between columns
 
 
 def sections_text(parts: Iterable[Section]) -> str:
-    """Sections as plain text, without colour codes or blanks at line ends; a table with values that are longer than a
-    line is wider, so that none is truncated.
-    """
+    """Return sections as plain text, without colour codes and trailing blanks. Tables are as wide as their values."""
     out = io.StringIO()
     for section in parts:
         wide = max(WIDTH, _needed(section))
@@ -34,7 +32,7 @@ def sections_text(parts: Iterable[Section]) -> str:
 
 
 def print_sections(parts: Iterable[Section], console: Console | None = None) -> None:
-    """Print sections on ``console`` (left out: stdout); values that its width has no room for are folded, not cut."""
+    """Print sections to ``console`` (default: stdout); values that are too wide for it are wrapped, not truncated."""
     console = console or Console(highlight=False)
     for section in parts:
         _print(section, console)
@@ -46,7 +44,7 @@ def _print(section: Section, console: Console) -> None:
 
 
 def _needed(section: Section) -> int:
-    """Columns of text with every value in full; prose wraps."""
+    """Return the width of the table with every value in full, except prose, which wraps."""
     most = [max(map(cell_len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
     shown = zip(section.columns, most, strict=True)
     widths = [min(wide, _PROSE_WIDTH) if column in PROSE else wide for column, wide in shown]
@@ -54,7 +52,7 @@ def _needed(section: Section) -> int:
 
 
 def _renderables(section: Section, has_room: bool) -> list[RenderableType]:
-    # Text, not str: rich would take "[b, s]" in a cell for markup.
+    # Text, not str, because rich reads "[b, s]" in a cell as markup
     parts: list[RenderableType] = [Text(section.title, style="bold")]
     if section.note:
         parts.append(Text(section.note))

@@ -1,14 +1,14 @@
-"""Boxes of a full tensor: the place of a run of a rank's flattened part, for any layout.
+"""Boxes of a full tensor: where the elements of a rank's flattened part lie, for any layout.
 
     a run of the flattened part  --rectangles-->  boxes of the part  --in_whole-->  boxes of the full tensor
 
-A box names its elements without a word of tp, dp or padding, so that any layout finds what another has written. A
-rank's part is its placement over one axis, and for experts those of its ep rank; the two shard different dims:
+A box does not depend on tp, dp or padding, so that any layout can read what another has written. A rank's part is given
+by a placement over one axis and, for experts, by its ep rank; the two shard different dims:
 
     [.., n, ..] --pad--> [.., n + padding, ..] --Placement.slices(size, rank)--> [.., n / size, ..]       over tp or etp
     [.., E, ..] --ExpertPart.first(ep, ep_rank)--> [.., E / ep, ..]                                        over ep
 
-A tensor of one expert alone is complete on one ep rank, and absent on the others.
+A tensor of a single expert is complete on one ep rank, and absent on the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from planner.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Of each dim the elements ``start`` up to, but not with, ``stop``; of a tensor without dims, its one element."""
+    """Elements [``start``, ``stop``) of each dim; the only element of a tensor without dims."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -47,26 +47,26 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """In the full tensor."""
+        """Slices of the full tensor."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersection(self, other: Box) -> Box | None:
-        """The common elements; None if there are none."""
+        """Return the common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Its slices in a tensor that holds ``outer``."""
+        """Return the slices of this box in a tensor that holds ``outer``."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the full tensor, and its place in a run of the rank's flattened part.
+    """A ``box`` of the full tensor, and its elements in a run of the rank's flattened part.
 
-    The run's elements [``first``, ``first`` + size of ``outer``) have the shape of ``outer``, a box of the part, in
-    which ``inner`` corresponds to ``box`` in the full tensor. ``is_shared``: every rank of its axis holds it.
+    Elements [``first``, ``first`` + size of ``outer``) of the run have the shape of ``outer``, a box of the part;
+    ``inner`` within it is ``box``. ``is_shared``: every rank of the axis holds the box.
     """
 
     box: Box
@@ -77,7 +77,7 @@ class Piece:
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes, one after another, with the elements [start, stop) of a flattened tensor of ``shape``."""
+    """Yield boxes that together, in order, have the elements [start, stop) of a flattened tensor of ``shape``."""
     if start >= stop:
         return
     if not shape:
@@ -98,7 +98,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def pieces_of_run(
     part: Part, shape: Sequence[int], local_shape: Sequence[int], start: int, stop: int
 ) -> Iterator[Piece]:
-    """The pieces of [start, stop) of a flattened part in the full tensor of ``shape``; none for padding."""
+    """Yield the pieces of elements [start, stop) of a flattened part, without padding. ``shape``: the full tensor's."""
     first = start
     for outer in rectangles(local_shape, start, stop):
         yield from _in_whole(part, shape, outer, first - start)
@@ -106,24 +106,23 @@ def pieces_of_run(
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Whether the boxes hold each element of ``shape`` exactly once.
+    """Return whether the boxes hold each element of ``shape`` exactly once.
 
-    The indicator functions of boxes add up to that of the full tensor exactly if their signed corners do.
+    The indicator functions of the boxes add up to that of the full tensor if and only if their signed corners do.
     """
     boxes = list(boxes)
     if not prod(shape):
         return not boxes
-    whole = Box(tuple(0 for _ in shape), tuple(shape))
     cut = _cut_dims(shape, boxes)
     corners: Counter[tuple[int, ...]] = Counter()
-    for sign, box in [(1, whole), *((-1, b) for b in boxes)]:
+    for sign, box in [(1, Box.whole(shape)), *((-1, b) for b in boxes)]:
         for corner in product(*(((box.start[d], 1), (box.stop[d], -1)) for d in cut)):
             corners[tuple(place for place, _ in corner)] += sign * prod(s for _, s in corner)
     return not any(corners.values())
 
 
 def num_corners(shape: Sequence[int], boxes: Sequence[Box]) -> int:
-    """How many ``tiles`` looks at."""
+    """Return the number of corners that ``tiles`` visits."""
     return len(boxes) << len(_cut_dims(shape, boxes))
 
 
@@ -149,7 +148,7 @@ def _in_whole(part: Part, shape: Sequence[int], outer: Box, first: int) -> Itera
 def _runs_of_dim(
     part: Part, ranges: Sequence[tuple[int, int]], dim: int, size: int, outer: Box
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
-    """(range in the part, range in the full tensor, whether all ranks of the axis hold it) for ``outer`` along a
+    """Yield (range in the part, range in the full tensor, whether all ranks of the axis hold it) of ``outer`` along a
     sharded dim.
     """
     offset = 0
@@ -172,12 +171,12 @@ def _box(extents: Sequence[tuple[int, int]]) -> Box:
     return Box(tuple(a for a, _ in extents), tuple(b for _, b in extents))
 
 
-Ranges = Mapping[int, tuple[tuple[int, int], ...]]  # of each dim that is cut: half open, in local order
+Ranges = Mapping[int, tuple[tuple[int, int], ...]]  # sharded dim → half-open ranges in local order
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``placement`` over ``size`` ranks; ``rank``: this one; ``expert`` over ``ep``."""
+    """A rank's part of a tensor: ``placement`` over ``size`` ranks, of which it is ``rank``; ``expert`` over ``ep``."""
 
     placement: Placement
     size: int = 1
@@ -191,18 +190,18 @@ class Part:
         require(not is_twice, f"dim {self.placement.dim} of a stack of experts is cut over etp, and over ep")
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a rank's part of a tensor of global ``shape``, if it holds any."""
+        """Return the shape of the part of a tensor of global ``shape``, on a rank that has one."""
         local = self.placement.local_shape(shape, self.size)
         return local if self.expert is None else self.expert.local_shape(local, self.ep)
 
     @property
     def ranges(self) -> Ranges:
-        """Its ranges of each sharded dim, in the padded global tensor."""
-        found = {self.placement.dim: self.placement.slices(self.size, self.rank)} if self.placement.is_sharded else {}
+        """The ranges of each sharded dim, in the padded global tensor."""
+        ranges = {self.placement.dim: self.placement.slices(self.size, self.rank)} if self.placement.is_sharded else {}
         if self.expert is not None and self.expert.dim >= 0:
             first = self.expert.first(self.ep, self.ep_rank)
-            found[self.expert.dim] = ((first, first + self.expert.num_experts // self.ep),)
-        return found
+            ranges[self.expert.dim] = ((first, first + self.expert.num_experts // self.ep),)
+        return ranges
 
 
 class OfTensor(Protocol):
@@ -219,13 +218,17 @@ class OfTensor(Protocol):
 
 
 def part_of(parameter: OfTensor, mesh: Mesh, place: Mapping[str, int]) -> Part:
-    """The part of the rank at ``place`` (Mesh.place)."""
-    axis = parameter.axis
-    return Part(parameter.placement, mesh.size(axis), place[axis], parameter.expert, mesh.ep, place["ep"])
+    """Return the part of the rank at ``place`` (Mesh.place)."""
+    return part_over(parameter.axis, parameter.placement, parameter.expert, mesh, place)
+
+
+def part_over(axis: str, placement: Placement, expert: ExpertPart | None, mesh: Mesh, place: Mapping[str, int]) -> Part:
+    """Return the part of the rank at ``place``, with ``placement`` over ``axis`` and ``expert`` over ep."""
+    return Part(placement, mesh.size(axis), place[axis], expert, ep=mesh.ep, ep_rank=place["ep"])
 
 
 def pieces(ranges: Ranges) -> Iterator[tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]]:
-    """Each run of elements that lie together in both: its (start, stop) by dim in the full tensor, and in the part."""
+    """Yield, for each box that is contiguous in both, its ranges by dim in the full tensor, and in the part."""
     runs = [list(_placed(of_dim)) for of_dim in ranges.values()]
     for chosen in product(*runs):
         yield (

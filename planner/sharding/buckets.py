@@ -1,4 +1,4 @@
-"""The place of every parameter in the contiguous buffers of ZeRO-1, and the part that each rank owns.
+"""The offset of every parameter in the contiguous buffers of ZeRO-1, and the part that each rank owns.
 
     buffer      parameters in reverse order, so that the backward fills it from the front
     bucket      a run of the buffer that is reduced in one collective
@@ -21,7 +21,7 @@ _END_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True, order=True)
 class Range:
-    """Elements ``start`` up to, but not with, ``stop``."""
+    """Elements [``start``, ``stop``)."""
 
     start: int
     stop: int
@@ -33,14 +33,14 @@ class Range:
         return Range(self.start + offset, self.stop + offset)
 
     def intersection(self, other: Range) -> Range:
-        """The common elements; empty (but well formed) if there are none."""
+        """Return the common elements, an empty range if there are none."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """The part of one parameter that one rank owns: ``local`` in the rank's shard of its bucket, ``param`` in the
+    """The part of a parameter that one rank owns: ``local`` in the rank's shard of the bucket, ``param`` in the
     flattened parameter.
     """
 
@@ -50,7 +50,7 @@ class OwnedRange:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in the buffer."""
+    """A parameter's range ``world`` in the buffer, and the index of its bucket."""
 
     name: str
     world: Range
@@ -59,7 +59,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A run of the buffer with its end padding, which ``num_unpadded`` leaves out."""
+    """A run of the buffer. ``num_unpadded``: its elements without the padding at the end."""
 
     index: int
     world: Range
@@ -67,13 +67,13 @@ class Bucket:
     slots: tuple[Slot, ...]
 
     def shard(self, rank: int, num_ranks: int) -> Range:
-        """The part of the buffer that ``rank`` owns in this bucket."""
+        """Return the part of the buffer that ``rank`` owns in this bucket."""
         size = len(self.world) // num_ranks
         start = self.world.start + rank * size
         return Range(start, start + size)
 
     def owned_ranges(self, rank: int, num_ranks: int) -> dict[str, OwnedRange]:
-        """Each parameter with at least one element that ``rank`` owns."""
+        """Return the part that ``rank`` owns of each parameter, by name, if it is not empty."""
         shard = self.shard(rank, num_ranks)
         owned = {}
         for slot in self.slots:
@@ -96,11 +96,11 @@ class BufferLayout:
 
     @property
     def num_elements(self) -> int:
-        """With all padding."""
+        """Elements of all buckets, with padding."""
         return self.buckets[-1].world.stop if self.buckets else 0
 
     def shard_elements(self) -> int:
-        """Elements that one rank owns over all buckets."""
+        """Return the elements of all buckets that one rank owns."""
         return self.num_elements // self.num_ranks
 
 
@@ -114,8 +114,8 @@ def lay_out(
 ) -> BufferLayout:
     """Lay out ``parameters`` (name, number of elements; in the model's order) over ``num_ranks``.
 
-    A bucket closes once it has at least ``bucket_size`` elements; None means one bucket. With ``units`` (name → unit)
-    a bucket has parameters of one unit.
+    A bucket closes once it has at least ``bucket_size`` elements (None: one bucket) and, with ``units`` (name → unit),
+    before a parameter of another unit.
     """
     filler = _Filler(start_multiple(alignment), end_multiple(num_ranks, alignment))
     previous: object = None
@@ -133,36 +133,36 @@ def lay_out(
 
 
 def _together(parameters: list[tuple[str, int]], units: Mapping[str, object]) -> list[tuple[str, int]]:
-    """The parameters of a unit one after the other, units in the order of their first ones."""
-    found: dict[object, list[tuple[str, int]]] = {}
+    """Return the parameters grouped by unit, units in the order of their first parameters."""
+    by_unit: dict[object, list[tuple[str, int]]] = {}
     for name, num_elements in parameters:
-        found.setdefault(units.get(name), []).append((name, num_elements))
-    return [entry for of_unit in found.values() for entry in of_unit]
+        by_unit.setdefault(units.get(name), []).append((name, num_elements))
+    return [entry for of_unit in by_unit.values() for entry in of_unit]
 
 
 def start_multiple(alignment: str) -> int:
-    """A parameter's start is a multiple of this, in elements."""
+    """Return the number of elements of which a parameter's start is a multiple."""
     return _START_MULTIPLE if alignment == "nccl" else 1
 
 
 def end_multiple(num_ranks: int, alignment: str) -> int:
-    """A bucket's end is a multiple of this, in elements."""
+    """Return the number of elements of which a bucket's end is a multiple."""
     return num_ranks if alignment == "none" else lcm(num_ranks, _END_MULTIPLE)
 
 
 def padded(num_elements: int, multiple: int) -> int:
-    """The next multiple that is not below ``num_elements``."""
+    """Round ``num_elements`` up to a multiple."""
     return -(-num_elements // multiple) * multiple
 
 
 def default_bucket_size(num_ranks: int, alignment: str = "nccl") -> int | None:
-    """max(40 M, 1 M·n) elements: large enough to use the link's bandwidth at any n. None (one bucket) for ``none``."""
+    """Return max(40 M, 1 M·n) elements, which use the bandwidth of links for any n; None (one bucket) for ``none``."""
     return max(40_000_000, 1_000_000 * num_ranks) if alignment == "nccl" else None
 
 
 @dataclass
 class _Filler:
-    """Appends parameters to the open bucket; closing it pads its end."""
+    """Appends parameters to the open bucket, and pads its end when it closes."""
 
     start_multiple: int
     end_multiple: int
@@ -176,7 +176,7 @@ class _Filler:
         return self.cursor - self.bucket_start
 
     def align(self) -> None:
-        """Move to the next parameter's start, even if it then opens a bucket of its own."""
+        """Move the cursor to the start of the next parameter, even if this parameter opens a new bucket."""
         self.cursor = padded(self.cursor, self.start_multiple)
 
     def add(self, name: str, num_elements: int) -> None:

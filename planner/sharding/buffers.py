@@ -1,10 +1,10 @@
-"""The gradient buffers of every pp rank: the places of parameters, their precision, and the axes of their sums.
+"""The gradient buffers of every pp rank: the layout of parameters, the dtypes, and the axes that sum gradients.
 
-buffer      a rank's trainable parameters of one dtype with gradients that need the same sums (over dp, with a cp over
-            dp-cp, or edp for experts; over tp or etp; over the stages that hold a tied weight); cut into buckets, each
+buffer      a rank's trainable parameters of one dtype with gradients that need the same sums (over dp, or dp-cp if
+            cp > 1, or edp for experts; over tp or etp; over the stages that hold a tied weight); cut into buckets, each
             bucket into one shard for each rank of dp, dp-cp or edp
 
-The runtime allocates these buffers and no others.
+The runtime allocates exactly these buffers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from planner.spec.update_rules import MATRIX_RULES, moments_of
 from planner.updates import UpdateRules
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-FROZEN = "frozen"  # in place of an update rule
+FROZEN = "frozen"  # the rule of a buffer that is not updated
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Elements [start, end) of a buffer that are reduced together, and the parameters in them, in buffer order.
+    """Elements [start, end) of a buffer that are reduced together, and their parameters, in buffer order.
 
-    ``homes``: of each of their matrices, in that order, the rank of the buffer's ``matrix_axis`` that updates it.
+    ``homes``: for each matrix of these, the rank of the buffer's ``matrix_axis`` that updates it.
     """
 
     start: int
@@ -47,8 +47,8 @@ class BucketPlan:
 class BufferPlan:
     """One contiguous gradient buffer of a pp rank: its parameters of one dtype. Sizes in elements, with padding.
 
-    ``reduced_over``: "dp", or "dp-cp" if cp > 1; "edp" for experts with axes of their own, and the names are
-    then those of ep rank 0. ``rule`` updates it; one of matrices gathers them over ``matrix_axis``.
+    ``reduced_over``: "dp", or "dp-cp" if cp > 1; "edp" for experts with axes of their own, with the names of ep rank 0.
+    ``rule``: the update rule; a rule of matrices gathers them over ``matrix_axis``.
     """
 
     pp_rank: int
@@ -64,7 +64,7 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """The layout of the optimizer: ``zero`` 1 gives each rank that shares a buffer ``shard_elements`` of it."""
+    """The layout of the optimizer. With ``zero`` 1, each rank that shares a buffer updates ``shard_elements`` of it."""
 
     buffers: tuple[BufferPlan, ...] = ()
     name: str = "adamw"
@@ -74,11 +74,12 @@ class OptimizerPlan:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer of ``pp_rank``. ``gradient_dtype`` is that of the buffer; shards are summed in ``main_dtype``.
-    ``averaged``: a running mean of its parameters is kept. ``rule`` updates all of them, and keeps ``moments``.
-    ``zero``: what ranks that share it keep a shard of. ``gather``: a smaller dtype in which weights are sent.
+    """One gradient buffer of ``pp_rank``.
 
-    ``parameters``: as the first tp and etp rank holds them (shapes and cuts are the same on all).
+    ``parameters``: as tp and etp rank 0 hold them (shapes and shardings are the same on all). ``gradient_dtype``: of
+    the buffer; shards are summed in ``main_dtype``. ``averaged``: keep a running mean of the parameters. ``rule``: the
+    update rule of all parameters, which keeps ``moments``. ``zero``: the stage of ZeRO. ``gather``: a smaller dtype in
+    which ranks send weights.
     """
 
     pp_rank: int
@@ -98,21 +99,21 @@ class Buffer:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it has weights alone, which nothing updates."""
+        """Whether it holds weights without gradients, which are never updated."""
         return self.rule == FROZEN
 
     def frozen(self) -> Buffer:
-        """The same parameters at the same places, without gradients and moments: for an engine that only evaluates."""
+        """Return the same layout without gradients and moments, for an engine that only evaluates."""
         return replace(self, rule=FROZEN, moments=(), averaged=False)
 
     @property
     def scatters(self) -> bool:
-        """Whether ranks keep the gradients of their shards alone: each backward sums and scatters those of a bucket."""
+        """Whether a rank keeps only the gradients of its shard: each backward reduce-scatters those of a bucket."""
         return self.zero >= 2 and self.layout.num_ranks > 1 and not self.is_frozen
 
     @property
     def gathers(self) -> bool:
-        """Whether ranks keep the weights of their shards alone: a bucket is whole while ops read its weights."""
+        """Whether a rank keeps only the weights of its shard: a bucket is gathered while ops read its weights."""
         return self.zero == 3 and self.layout.num_ranks > 1
 
     @property
@@ -136,12 +137,12 @@ class Buffer:
 
     @property
     def axis(self) -> str:
-        """The axis over which its parameters are cut."""
+        """The axis over which its parameters are sharded."""
         return self.parameters[0].axis
 
     @property
     def reduced_over(self) -> str:
-        """The axis of the ranks that share it: their gradients are summed first; under ZeRO-1 each has its shard."""
+        """The axis of the ranks that share it, over which gradients are summed first; under ZeRO-1 each has a shard."""
         return self.parameters[0].reduced_over
 
     @property
@@ -155,7 +156,7 @@ class Buffer:
 
     @property
     def has_whole_segment(self) -> bool:
-        """Over its axis only the replicated segments of its parameters are summed, not the sharded ones beside them."""
+        """Whether only the replicated segments of its parameters are summed over ``axis``, not the sharded segments."""
         return self.parameters[0].has_whole_segment
 
     @cached_property
@@ -164,8 +165,8 @@ class Buffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of one rank's moments, of a mean of the weights if there is one, and of its main parameters and
-        gradients if the buffers are less precise.
+        """Bytes of one rank's moments, the mean of its weights, if any, and its main parameters and gradients, if the
+        buffers are less precise.
         """
         if self.is_frozen:
             return 0
@@ -175,46 +176,68 @@ class Buffer:
 
 
 def buffers_of(spec: Spec, decisions: Decisions) -> tuple[Buffer, ...]:
-    """Every buffer, by pp rank, in the order in which the runtime makes them, as ep rank 0 has them."""
+    """Return every buffer of ep rank 0, by pp rank, in the order in which the runtime allocates them."""
     return tuple(buffer for rank in range(decisions.mesh.pp) for buffer in buffers_at(spec, decisions, rank, 0))
 
 
 def buffers_at(spec: Spec, decisions: Decisions, pp_rank: int, ep_rank: int) -> tuple[Buffer, ...]:
-    """The buffers of the ranks with this pp and ep rank."""
+    """Return the buffers of the ranks with this pp and ep rank."""
     mesh = decisions.mesh
     place = {**mesh.place(mesh.rank_of(pp=pp_rank)), "ep": ep_rank}
     sizes = {axis: mesh.size(axis) for axis in (mesh.shared_axis, "edp")}
     held = parameters_of_rank(decisions, pp_rank, place)
     units = units_of(decisions) if spec.optimizer.planned_zero >= 2 else None
-    precision = spec.precision
-    found = buffers_of_rank(pp_rank, held, spec.optimizer, sizes, precision.gradients, decisions.rules, units)
+    precision, options = spec.precision, BufferOptions(spec.optimizer, sizes, spec.precision.gradients, units)
+    buffers = buffers_of_rank(pp_rank, held, options, decisions.rules)
     if precision.gather is None:
-        return found
+        return buffers
     sent = getattr(torch, precision.gather)
-    return tuple(replace(b, gather=sent) if b.gathers and sent.itemsize < b.dtype.itemsize else b for b in found)
+    return tuple(replace(b, gather=sent) if b.gathers and sent.itemsize < b.dtype.itemsize else b for b in buffers)
 
 
 def gradient_size(asked: str | None, itemsize: int) -> int:
-    """Bytes of an element of a buffer of gradients. ``asked``: its dtype in the spec; else at least float32."""
+    """Return the bytes of an element of a gradient buffer. ``asked``: its dtype in the spec; None: at least float32."""
     return getattr(torch, asked).itemsize if asked else max(4, itemsize)
 
 
-def buffers_of_rank(
-    pp_rank: int,
-    held: Iterable[LocalParameter],
-    optimizer: OptimizerSpec,
-    sizes: Mapping[str, int],
-    gradients: str | None = None,
-    rules: UpdateRules | None = None,
-    units: Mapping[str, object] | None = None,
-) -> tuple[Buffer, ...]:
-    """The buffers of one rank's parameters, in the model's order. ``sizes``: of the axes that gradients are reduced
-    over.
-
-    ``gradients``: their dtype, as the spec asks for it. Left out, they are float32 for parameters of half precision,
-    else of the parameter's own dtype. ``rules``: left out, that of the section for all. ``units``: of parameters that
-    share a bucket, with zero 2 and 3.
+@dataclass(frozen=True)
+class BufferOptions:
+    """``sizes``: of the axes over which gradients are reduced. ``gradients``: their dtype; None: float32 for parameters
+    of half precision, else the parameter's dtype. ``units``: name → unit of the parameters that share a bucket, with
+    zero 2 and 3.
     """
+
+    optimizer: OptimizerSpec
+    sizes: Mapping[str, int]
+    gradients: str | None = None
+    units: Mapping[str, object] | None = None
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the gradients of parameters of ``dtype``."""
+        if self.gradients:
+            return getattr(torch, self.gradients)
+        return torch.float32 if dtype in LOW_PRECISION else dtype
+
+    def layout(self, members: tuple[LocalParameter, ...], *, is_shared: bool) -> BufferLayout:
+        """Return the layout of a buffer. ``is_shared``: stages share its parameters, and read them at other ops."""
+        optimizer, num_ranks, units = self.optimizer, self.sizes[members[0].reduced_over], self.units
+        if units is not None and is_shared:
+            units = {p.fqn: p.fqn for p in members}
+        sharded = optimizer.planned_zero >= 1
+        return buckets.lay_out(
+            ((p.fqn, prod(p.shape)) for p in members),
+            num_ranks if sharded else 1,
+            alignment=optimizer.alignment if sharded else "none",  # nothing is sharded, so nothing needs alignment
+            bucket_size=optimizer.bucket_size or buckets.default_bucket_size(num_ranks, optimizer.alignment),
+            units=units,
+        )
+
+
+def buffers_of_rank(
+    pp_rank: int, held: Iterable[LocalParameter], options: BufferOptions, rules: UpdateRules | None = None
+) -> tuple[Buffer, ...]:
+    """Return the buffers of one rank's parameters, in the model's order. ``rules``: default: the section's for all."""
+    optimizer = options.optimizer
     rules = rules or UpdateRules(optimizer.name)
     groups: dict[tuple[object, ...], dict[str, LocalParameter]] = {}
     for p in held:
@@ -225,56 +248,43 @@ def buffers_of_rank(
             key = (p.dtype, p.reduced_over, p.partial_over, p.tied_stages, p.has_whole_segment, rule)
             key += (p.placement.is_sharded,) if rule in MATRIX_RULES else ()  # other ranks hold parts of a matrix
             groups.setdefault(key, {}).setdefault(p.fqn, p)
-    made = []
-    for group in groups.values():
-        members = tuple(group.values())
-        is_frozen = not members[0].requires_grad
-        if members[0].tied_stages and not is_frozen:  # stages list them in other orders; layouts are to be equal
-            members = tuple(sorted(members, key=lambda p: p.fqn))
-        own = torch.float32 if members[0].dtype in LOW_PRECISION else members[0].dtype
-        dtype = getattr(torch, gradients) if gradients else own
-        if units is not None and members[0].tied_stages and not is_frozen:
-            units = {**units, **{p.fqn: p.fqn for p in members}}  # stages read them at other places
-        layout = _layout(optimizer, sizes[members[0].reduced_over], members, units)
-        rule = FROZEN if is_frozen else rules.of(members[0].fqn)
-        moments = () if is_frozen else moments_of(rule, optimizer)
-        averaged = optimizer.ema is not None and not is_frozen
-        made.append(Buffer(pp_rank, dtype, members, layout, averaged, rule, moments, optimizer.planned_zero))
-    return tuple(made)
+    return tuple(_buffer(pp_rank, tuple(group.values()), options, rules) for group in groups.values())
 
 
-def _layout(
-    optimizer: OptimizerSpec,
-    num_ranks: int,
-    members: tuple[LocalParameter, ...],
-    units: Mapping[str, object] | None = None,
-) -> BufferLayout:
-    sharded = optimizer.planned_zero >= 1
-    return buckets.lay_out(
-        ((p.fqn, prod(p.shape)) for p in members),
-        num_ranks if sharded else 1,
-        alignment=optimizer.alignment if sharded else "none",  # nothing is cut, so nothing needs to be aligned
-        bucket_size=optimizer.bucket_size or buckets.default_bucket_size(num_ranks, optimizer.alignment),
-        units=units,
+def _buffer(pp_rank: int, members: tuple[LocalParameter, ...], options: BufferOptions, rules: UpdateRules) -> Buffer:
+    optimizer, first = options.optimizer, members[0]
+    is_frozen, is_shared = not first.requires_grad, bool(first.tied_stages) and first.requires_grad
+    if is_shared:  # stages list them in different orders, but need equal layouts
+        members = tuple(sorted(members, key=lambda p: p.fqn))
+    rule = FROZEN if is_frozen else rules.of(members[0].fqn)
+    return Buffer(
+        pp_rank,
+        options.gradient_dtype(first.dtype),
+        members,
+        options.layout(members, is_shared=is_shared),
+        averaged=optimizer.ema is not None and not is_frozen,
+        rule=rule,
+        moments=() if is_frozen else moments_of(rule, optimizer),
+        zero=optimizer.planned_zero,
     )
 
 
-Home = tuple[int, bool]  # (index of a block, whether it is behind that block and in none)
+Home = tuple[int, bool]  # (index of a block, whether the op is outside, behind that block)
 
 
 def units_of(decisions: Decisions) -> dict[str, tuple[Home, ...]]:
-    """Dotted name of each parameter → the places of its readers, in their order; the same for all of one unit."""
+    """Return name → homes of the ops that read the parameter, sorted; parameters of equal homes are one unit."""
     homes, program = homes_of_ops(decisions), decisions.program
-    found: dict[str, set[Home]] = {}
+    readers: dict[str, set[Home]] = {}
     for node in program.graph.graph.find_nodes(op="placeholder"):
         if node.name in program.parameters:
             calls = (homes[user.name] for user in node.users if user.op == "call_function")
-            found.setdefault(program.parameters[node.name], set()).update(calls)
-    return {name: tuple(sorted(of_name)) for name, of_name in found.items()}
+            readers.setdefault(program.parameters[node.name], set()).update(calls)
+    return {name: tuple(sorted(of_name)) for name, of_name in readers.items()}
 
 
 def homes_of_ops(decisions: Decisions) -> dict[str, Home]:
-    """Op → its block, or the last block before it."""
+    """Return op → its block, or the last block before it."""
     block_of, last, found = decisions.blocks.block_of(), -1, dict[str, Home]()
     for node in decisions.program.graph.graph.nodes:
         if node.op != "call_function":

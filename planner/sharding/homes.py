@@ -1,9 +1,9 @@
-"""The home rank of each matrix that an update rule updates whole: its parts are gathered there, updated, and sent back.
+"""The home rank of each matrix that is updated whole (muon): its parts are gathered there, updated, and sent back.
 
     parts of the update on the ranks that share it (shards of ZeRO-1, over tp or etp)
         -- all-to-all -->   home: the matrix, its update   -- all-to-all -->   the same parts
 
-Homes are chosen for even work: matrices go, the largest first, to the rank with the least.
+For even work, each matrix, the largest first, gets the rank with the least work as its home.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from planner.sharding.boxes import Box, Piece, part_of, pieces_of_run
 from planner.sharding.buffers import Buffer, OptimizerPlan
 from planner.updates import UpdateRules
 
-SENT_BYTES = 2  # an update rule computes in bfloat16
+SENT_BYTES = 2  # bytes of an element: updates of matrices are computed in bfloat16
 _GROUPS = {("tp", "dp"): "tp-dp", ("tp", "dp-cp"): "tp-dp-cp", ("etp", "edp"): "etp-edp"}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of ``shape`` (a, b): ``boxes`` of the full weight ``fqn``, one after another along ``dim`` (0 or 1)."""
+    """A matrix of ``shape`` (a, b): ``boxes`` of the full weight ``fqn``, concatenated along ``dim`` (0 or 1)."""
 
     fqn: str
     shape: tuple[int, int]
@@ -37,7 +37,7 @@ class Matrix:
         return a * a * (2 * b + a)
 
     def place_of(self, index: int, within: Box) -> tuple[slice, slice]:
-        """The elements of ``within``, a part of box ``index``, in the matrix."""
+        """Return the slices in the matrix of ``within``, a part of box ``index``."""
         box = self.boxes[index]
         offset = sum(b.shape[-2 + self.dim] for b in self.boxes[:index])
         slices = list(within.slices_in(box)[-2:])
@@ -56,8 +56,8 @@ class Homed:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Elements of a rank's shard of a bucket, ``start`` to ``stop`` with a ``shape`` and ``inner`` slices in it, which
-    are ``place`` in matrix ``index`` of the bucket.
+    """A part of a matrix that a rank sends: slices ``inner`` of elements [``start``, ``stop``) of its shard of a bucket
+    in ``shape``, which are ``place`` in matrix ``index`` of the bucket.
     """
 
     index: int
@@ -75,7 +75,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class MatrixHomes:
-    """Of one buffer: ``axis`` of the ranks that share its matrices ("" for one alone), and the matrices by bucket."""
+    """The matrices of one buffer, by bucket. ``axis``: of the ``num_ranks`` ranks that share them; "" for one rank."""
 
     buffer: Buffer
     axis: str
@@ -84,8 +84,8 @@ class MatrixHomes:
 
     @property
     def update_bytes(self) -> int:
-        """The most that an update holds beside the buffers: of a home the matrices of one bucket, as they come and go
-        four times over, those of the next, and the products of one iteration.
+        """Maximum bytes of an update beside the buffers: on a home rank, four copies of the matrices of one bucket
+        (received, updated, sent), those of the next bucket, and the products of one iteration.
         """
         found = 0
         for bucket in self.buckets:
@@ -99,9 +99,9 @@ class MatrixHomes:
     def sent(
         self, bucket: int, mesh: Mesh, place: Mapping[str, int], homes: Sequence[int] | None = None
     ) -> Iterator[Sent]:
-        """The parts of matrices that the rank at ``place`` holds in its shard of a bucket, in a fixed order.
+        """Yield the parts of matrices that the rank at ``place`` holds in its shard of a bucket, in a fixed order.
 
-        ``homes``: of the matrices with these alone.
+        ``homes``: only of matrices with these home ranks; default: all.
         """
         layout = self.buffer.layout
         of_bucket = layout.buckets[bucket]
@@ -132,7 +132,7 @@ def _of_piece(index: int, matrix: Matrix, piece: Piece, start: int) -> Iterator[
 
 
 def exchanged_elements(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int) -> tuple[int, int]:
-    """Elements that the fullest rank sends to homes, and that the fullest home sends back."""
+    """Return the elements that the fullest rank sends to homes, and those that the fullest home sends back."""
     if any(homes.buffer.by_name[homed.matrix.fqn].placement.has_whole_segment for homed in homes.buckets[bucket]):
         return _of_all_ranks(homes, bucket, mesh, pp_rank)
     layout, held = homes.buffer.layout, [0] * homes.num_ranks
@@ -143,7 +143,7 @@ def exchanged_elements(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int
 
 
 def _of_all_ranks(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int) -> tuple[int, int]:
-    """The same, piece by piece: several ranks hold a replicated segment, and each of them sends it."""
+    """Count the same piece by piece, because every rank that holds a replicated segment sends it."""
     first = mesh.rank_of(pp=pp_rank)
     ranks = next(r for r in mesh.groups_over(homes.axis) if first in r)
     most, held = 0, [0] * len(ranks)
@@ -156,40 +156,43 @@ def _of_all_ranks(homes: MatrixHomes, bucket: int, mesh: Mesh, pp_rank: int) -> 
 
 
 def combined_axes(optimizer: OptimizerPlan) -> tuple[str, ...]:
-    """Those of several axes, which need process groups of their own."""
-    found = {buffer.matrix_axis for buffer in optimizer.buffers} & set(_GROUPS.values())
-    return tuple(sorted(found))
+    """Return the matrix axes that combine several axes, and therefore need process groups of their own."""
+    return tuple(sorted({buffer.matrix_axis for buffer in optimizer.buffers} & set(_GROUPS.values())))
 
 
 def homes_of(buffer: Buffer, mesh: Mesh, rules: UpdateRules, ep_rank: int = 0) -> MatrixHomes | None:
-    """None for a buffer that is updated element by element."""
+    """Choose the home rank of each matrix of a buffer; None for a buffer that is updated element by element."""
     if buffer.is_frozen or rules.matrices_of(buffer.parameters[0].fqn) is None:
         return None
     axis = shared_over(buffer.parameters[0], mesh, sharded=buffer.layout.num_ranks > 1)
     num_ranks = mesh.size(axis) if axis else 1
-    held = [[buffer.by_name[slot.name] for slot in bucket.slots] for bucket in buffer.layout.buckets]
-    found = [[m for local in of_bucket for m in matrices_of(local, rules, mesh, ep_rank)] for of_bucket in held]
-    flat = [(at, matrix) for at, matrices in enumerate(found) for matrix in matrices]
-    homes, loads = [0] * len(flat), [0] * num_ranks
-    for number in sorted(range(len(flat)), key=lambda i: (-flat[i][1].work, i)):
-        home = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
-        homes[number] = home
-        loads[home] += flat[number][1].work
-    chosen = iter(homes)
-    return MatrixHomes(
-        buffer, axis, num_ranks, tuple(tuple(Homed(matrix, next(chosen)) for matrix in bucket) for bucket in found)
-    )
+    by_bucket = [
+        [m for slot in bucket.slots for m in matrices_of(buffer.by_name[slot.name], rules, mesh, ep_rank)]
+        for bucket in buffer.layout.buckets
+    ]
+    homes = iter(_even([matrix.work for bucket in by_bucket for matrix in bucket], num_ranks))
+    homed = tuple(tuple(Homed(matrix, next(homes)) for matrix in bucket) for bucket in by_bucket)
+    return MatrixHomes(buffer, axis, num_ranks, homed)
+
+
+def _even(work: Sequence[int], num_ranks: int) -> list[int]:
+    """Return a rank for each amount of work: the largest first, to the rank with the least so far."""
+    homes, loads = [0] * len(work), [0] * num_ranks
+    for number in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        homes[number] = home = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        loads[home] += work[number]
+    return homes
 
 
 def shared_over(local: LocalParameter, mesh: Mesh, *, sharded: bool) -> str:
-    """The axes of more than one rank over which the matrices of a parameter lie; ``sharded``: over dp too (ZeRO-1)."""
+    """Return the axes of more than one rank that share the matrices of a parameter. ``sharded``: dp too (ZeRO-1)."""
     cut = local.axis if local.placement.is_sharded and mesh.size(local.axis) > 1 else ""
     shared = local.reduced_over if sharded and mesh.size(local.reduced_over) > 1 else ""
     return _GROUPS[cut, shared] if cut and shared else cut or shared
 
 
 def matrices_of(local: LocalParameter, rules: UpdateRules, mesh: Mesh, ep_rank: int = 0) -> Iterator[Matrix]:
-    """Those of a parameter that the ranks of one ep rank hold; none if it is updated element by element."""
+    """Yield the matrices of a parameter on the ranks of one ep rank; none if it is updated element by element."""
     matrices = rules.matrices_of(local.fqn)
     if matrices is None:
         return

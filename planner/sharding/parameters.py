@@ -1,10 +1,10 @@
-"""One rank's part of a parameter, and the ranks with which it sums gradients: decided here, read by all other code.
+"""One rank's part of a parameter, and the axes over which its gradient is summed.
 
-    dp, edp     every rank has the gradient of its own microbatches: edp for experts, dp for all else; dp-cp if
-                each also has only its own tokens of them
+    dp, edp     every rank has the gradient of its own microbatches: edp for experts, dp for all others; dp-cp if
+                it has only its own tokens of these
     tp, etp     every rank has a partial gradient: placement R, or a replicated segment
     embedding   several stages hold the parameter (a tied weight)
-    counted     of equal copies, over tp or etp or over stages, the first alone counts in the gradient norm
+    counted     the gradient norm counts only the first of equal copies, over tp or etp or over stages
 
 ``ParameterPlan`` is the row of the full parameter, ``LocalParameter`` the part of one rank of one stage.
 """
@@ -25,21 +25,20 @@ from passes.program.matrices import Matrices
 from passes.types.types import I, Placement, Segment
 from planner.decisions import Decisions
 from planner.mesh import REPLICA
-from planner.sharding.boxes import Part
+from planner.sharding.boxes import Part, part_over
 from planner.spec.sections import STYLES
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One parameter: global ``shape``, and the part of one rank that holds it: over tp, for experts (style) over etp
-    and ep.
+    """One parameter: its global ``shape``, and the part of a rank that holds it, over tp, or over etp and ep (experts).
 
-    ``dim`` is sharded; ``segments`` are its global sizes, each sharded by itself, except those with an index in
-    ``whole_segments``, which are replicated. ``padding`` elements without data make the last one divide.
+    ``dim`` is sharded in ``segments`` (global sizes), each sharded by itself, except those with an index in
+    ``whole_segments``, which are replicated. ``padding``: elements without data that make the last segment divisible.
     ``aliases``: other names of the same tied parameter. ``origin``: "solver", "default" or the spec's line.
-    ``stages``: every stage that holds it. Of ``num_experts`` experts with axes of their own it is a stack on
-    ``expert_dim``, sharded over ep, or of ``expert_number`` alone, held by one ep rank; 0: of none. ``group``: settings
-    of the optimizer that are its own, in words. ``matrices``: of a hidden weight, if an update rule asks for them.
+    ``stages``: all stages that hold it. ``num_experts``: of experts with axes of their own, else 0: the parameter
+    stacks them on ``expert_dim``, which is sharded over ep, or belongs to ``expert_number``, on one ep rank. ``group``:
+    its own settings of the optimizer, in words. ``matrices``: of a hidden weight, if an update rule needs them.
     """
 
     name: str
@@ -64,7 +63,7 @@ class ParameterPlan:
 
     @classmethod
     def of(cls, part: Part, *, name: str, shape: tuple[int, ...], **rest: Any) -> ParameterPlan:
-        """The row of a parameter with this part on a rank; ``rest`` are the other fields."""
+        """Return the row of a parameter with this part on a rank. ``rest``: the other fields."""
         cut: dict[str, Any] = {"dim": None, "segments": ()}
         placement, expert = part.placement, part.expert
         if placement.is_sharded:
@@ -130,7 +129,7 @@ class ParameterPlan:
 
 
 def local_parameter(decisions: Decisions, node: fx.Node, stage: int, place: Mapping[str, int]) -> LocalParameter:
-    """The parameter of a captured placeholder as a rank of ``stage`` has it; ``place``: the rank's on each axis."""
+    """Return the parameter of a captured placeholder on a rank of ``stage``. ``place``: its index on each axis."""
     part, mesh = part_of_node(decisions, node, place), decisions.mesh
     placement, axis = part.placement, axis_of(part.expert)
     stages = decisions.stages.parameter_stages.get(node.name, (stage,))
@@ -138,36 +137,34 @@ def local_parameter(decisions: Decisions, node: fx.Node, stage: int, place: Mapp
     partial = mesh.size(axis) > 1 and (placement.kind == "R" or placement.has_whole_segment)
     value = node.meta["val"]
     shape = tuple(value.shape)
+    sums = {"embedding": tied, axis: partial, REPLICA: mesh.replica > 1 and part.expert is None}
     return LocalParameter(
         decisions.program.parameters[node.name],
         part.local_shape(shape),
         value.dtype,
         placement,
-        shape,
-        (("embedding",) if tied else ())
-        + ((axis,) if partial else ())
-        + ((REPLICA,) if mesh.replica > 1 and part.expert is None else ()),
-        (placement.is_sharded or place[axis] == 0) and stage == min(stages),
-        tied,
-        bool(node.meta["grad"]),
-        part.expert,
-        mesh.shared_axis,
+        global_shape=shape,
+        partial_over=tuple(name for name, is_needed in sums.items() if is_needed),
+        counted=(placement.is_sharded or place[axis] == 0) and stage == min(stages),
+        tied_stages=tied,
+        requires_grad=bool(node.meta["grad"]),
+        expert=part.expert,
+        data_axis=mesh.shared_axis,
     )
 
 
 def part_of_node(decisions: Decisions, node: fx.Node, place: Mapping[str, int]) -> Part:
-    """The part of a captured placeholder that the rank at ``place`` holds."""
-    expert, mesh = decisions.expert_parts.get(node.name), decisions.mesh
-    axis = axis_of(expert)
-    return Part(decisions.placements.of(node), mesh.size(axis), place[axis], expert, mesh.ep, place["ep"])
+    """Return the part of a captured placeholder that the rank at ``place`` holds."""
+    expert = decisions.expert_parts.get(node.name)
+    return part_over(axis_of(expert), decisions.placements.of(node), expert, decisions.mesh, place)
 
 
 def parameters_of_rank(
     decisions: Decisions, pp_rank: int, place: Mapping[str, int] | None = None
 ) -> Iterator[LocalParameter]:
-    """A rank's parameters, chunk by chunk, in graph order; a tied weight comes once for each of its chunks.
+    """Yield a rank's parameters, chunk by chunk, in graph order; a tied weight once for each of its chunks.
 
-    ``place``: the rank's on each axis (Mesh.place), left out: that of the first rank of the stage.
+    ``place``: the rank's index on each axis (Mesh.place); default: of the first rank of ``pp_rank``.
     """
     program, stages, mesh = decisions.program, decisions.stages, decisions.mesh
     place = mesh.place(mesh.rank_of(pp=pp_rank)) if place is None else place

@@ -1,6 +1,6 @@
-"""The units of weights that are whole on a rank, move by move: the plan counts the moves, the runtime makes them.
+"""The weights that are gathered on a rank (ZeRO-3), move by move: the plan counts the moves, the runtime runs them.
 
-need({3}, then {4})     3 and 4 become whole (4 while 3 computes); every other unit is freed
+need({3}, then {4})     gather 3 and 4 (4 while 3 computes); free every other unit
 """
 
 from collections.abc import Collection, Iterable
@@ -17,8 +17,8 @@ class Moves(NamedTuple):
 
 
 class Residency:
-    """Owns which units are whole, and which of them are still ``coming``. ``reshards``: those that are not needed are
-    freed, but for ``kept`` ones; else only at the end of a step.
+    """Owns the set of units that are ``whole`` (gathered), and of those still ``coming``. ``reshards``: free units that
+    are not needed, except ``kept`` ones; otherwise free all at the end of a step.
     """
 
     def __init__(self, *, reshards: bool, kept: Collection[Unit] = ()) -> None:
@@ -27,7 +27,7 @@ class Residency:
         self.coming: set[Unit] = set()
 
     def need(self, units: Iterable[Unit], ahead: Iterable[Unit] = ()) -> Moves:
-        """``units`` are read now, ``ahead`` next."""
+        """Return the moves before ``units`` are read; ``ahead``: read next."""
         wanted = dict.fromkeys((*units, *ahead))
         freed = tuple(u for u in self.whole if u not in wanted and u not in self.kept) if self.reshards else ()
         gathered = tuple(unit for unit in wanted if unit not in self.whole)
@@ -39,10 +39,10 @@ class Residency:
         return Moves(freed, gathered)
 
     def came(self, units: Iterable[Unit]) -> None:
-        """These are here: what was sent of them is freed."""
+        """Note that the gathers of ``units`` have finished."""
         self.coming.difference_update(units)
 
     def end(self) -> Moves:
-        """The weights change, or nothing reads them for long: all are freed."""
+        """Return the moves that free all units, before weights change or after their last use."""
         freed, self.whole, self.coming = tuple(self.whole), {}, set()
         return Moves(freed)

@@ -1,18 +1,18 @@
-"""All that a rank holds, sums and exchanges, in one value: the plan carries it, passes and runtime read it.
+"""The buffers, sums and exchanges of every rank, in one value of the plan that passes and runtime read.
 
-Values sent from one stage to the next are the live ones at the cut, in local shapes, never as partial sums. The
-collectives of a step over the gradient buffers, after its last backward has begun:
+A stage sends the live values at its end to the next stage, in local shapes, never as partial sums. The collectives of a
+step over the gradient buffers, which start after its last backward has begun:
 
 dp, dp-cp, edp       reduce-scatter of each bucket (zero 2 and 3: of each microbatch), all-gather of its parameters
                      (zero 3: planner.exchanges.collectives); zero 0: one all-reduce
 tp, etp, embedding   all-reduce of each bucket's shard, if gradients are partial sums
-replica              the same, if parameters are in shards within groups of dp
+replica              the same, if parameters are sharded within groups of dp
 tp-dp, …             two all-to-alls of the updates of a bucket's matrices, if a rule updates them whole: to their home
                      ranks, and back (planner.sharding.homes)
-dp, dp-cp            one all-reduce of the sums that a loss reads, if forwards of their own count them
+dp, dp-cp            one all-reduce of the sums that a loss reads, if separate forwards count them
 world                one all-reduce of [|g|², loss, rows of each expert, requests to stop, notes of each rank]
 
-edp and etp are those of experts that have axes of their own; dp-cp takes the place of dp if cp > 1.
+edp and etp are axes of experts, if these have their own; dp-cp replaces dp if cp > 1.
 """
 
 from collections import Counter
@@ -40,11 +40,11 @@ from planner.updates import UpdateRules
 
 @dataclass(frozen=True)
 class Shards:
-    """By stage its ``changes`` of type and the ``boundaries`` it sends on; ``buffers`` and ``at_step`` by pp rank.
+    """``changes`` of type and sent ``boundaries`` of each stage; ``buffers`` and exchanges ``at_step`` of each pp rank.
 
-    ``buffers`` are those of ep rank 0; ``elsewhere`` lays out those of another (pp rank, ep rank), if parameters belong
-    to one expert alone, so that each ep rank holds others. ``reshards``: weights that ranks hold in shards are freed
-    after each use, but for those ``kept``, by pp rank.
+    ``buffers``: of ep rank 0. ``elsewhere``: returns the buffers of (pp rank, ep rank), if parameters belong to single
+    experts, so that ep ranks hold different ones. ``reshards``: gathered weights are freed after each use, except the
+    units ``kept``, by pp rank.
     """
 
     changes: tuple[tuple[TypeChange, ...], ...]
@@ -56,7 +56,7 @@ class Shards:
     kept: tuple[frozenset[Unit], ...] = ()
 
     def kept_by(self, pp_rank: int) -> frozenset[Unit]:
-        """The units that stay whole from their first use in a step to its end, though others are freed."""
+        """Return the units that stay gathered from their first use in a step to its end, even if others are freed."""
         return self.kept[pp_rank] if self.kept else frozenset()
 
     def received(self, stage: int) -> tuple[BoundaryPlan, ...]:
@@ -71,7 +71,7 @@ class Shards:
         return tuple(buffer for buffer in self.buffers if buffer.pp_rank == pp_rank)
 
     def bucket_of(self, place: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """Of each parameter that other ranks update: its buffer on the rank at ``place``, and the bucket in it."""
+        """Return name → (buffer, bucket in it), on the rank at ``place``, of parameters that other ranks update too."""
         return {
             slot.name: (number, slot.bucket)
             for number, buffer in enumerate(self.buffers_of_rank(place["pp"], place["ep"]))
@@ -80,7 +80,7 @@ class Shards:
         }
 
     def buffer_of(self, ep: int) -> dict[str, Buffer]:
-        """Of every trainable parameter, on whichever rank it lies."""
+        """Return name → buffer of every trainable parameter, on any rank."""
         ep_ranks = range(1 if self.elsewhere is None else ep)
         pp_ranks = sorted({buffer.pp_rank for buffer in self.buffers})
         found = [buffer for pp in pp_ranks for rank in ep_ranks for buffer in self.buffers_of_rank(pp, rank)]
@@ -88,7 +88,7 @@ class Shards:
 
 
 def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
-    """From the typed, cut graph: every stage's changes of type and boundary, every rank's buffers and their sums."""
+    """Decide every stage's changes of type and boundary, and every rank's buffers and their sums."""
     program, stages = decisions.program, decisions.stages
     buffers, zero = buffers_of(spec, decisions), spec.optimizer.planned_zero
     changes = tuple(type_changes(decisions.placements, stages, program, index) for index in range(stages.num_stages))
@@ -107,7 +107,7 @@ def decide_shards(spec: Spec, decisions: Decisions) -> Shards:
 
 
 def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
-    """The values that stage ``cut`` sends to stage ``cut + 1``; nothing before the first and after the last."""
+    """Return the values that stage ``cut`` sends to stage ``cut + 1``; none before the first and after the last."""
     stages = decisions.stages
     if not 0 <= cut < stages.num_stages - 1:
         return ()
@@ -116,17 +116,17 @@ def boundary(decisions: Decisions, cut: int) -> tuple[BoundaryPlan, ...]:
 
 
 def crossing(values: Sequence[BoundaryPlan], kind: str) -> list[BoundaryPlan]:
-    """Of the values at a boundary those that cross it forward ("F"), or that a gradient crosses it for ("B")."""
+    """Return the values that cross a boundary forward ("F"), or those with gradients that cross it backward ("B")."""
     return [value for value in values if kind == "F" or value.requires_grad]
 
 
 def one_way(boundaries: Sequence[Sequence[BoundaryPlan]]) -> list[int]:
-    """The boundaries that no gradient crosses: their receiver answers nothing."""
+    """Return the boundaries that no gradient crosses."""
     return [cut for cut, values in enumerate(boundaries) if not crossing(values, "B")]
 
 
 def value_at(decisions: Decisions, name: str, placement: Placement) -> BoundaryPlan:
-    """A value as one rank holds it in a type."""
+    """Return a value with its local shape and bytes on one rank under ``placement``."""
     node = decisions.program.node(name)
     value = node.meta["val"]
     shape = placement.local_shape(tuple(value.shape), decisions.mesh.tp)
@@ -135,13 +135,14 @@ def value_at(decisions: Decisions, name: str, placement: Placement) -> BoundaryP
     return BoundaryPlan(name, shape, dtype, size, str(placement), bool(node.meta["grad"]))
 
 
-SUMS = ("tp", "etp", "embedding", "replica")  # in this order, which all ranks share though they hold different buffers
-# Digest of the batch, busy seconds, seconds at work in the pipeline and in it at all, bytes of memory; with the norm.
+SUMS = ("tp", "etp", "embedding", "replica")  # the order on all ranks, although they hold different buffers
+# Notes that are summed with the norm: digest of the batch, busy seconds, working and total seconds in the pipeline,
+# bytes of memory.
 NOTES_OF_A_RANK = 5
 
 
 def sums_of(buffer: Buffer, mesh: Mesh) -> tuple[str, ...]:
-    """The groups with another rank over which a buffer's gradients are summed after dp, first to last.
+    """Return the axes of several ranks over which a buffer's gradients are summed after dp, in order.
 
     Chunks of one rank share a tied weight without an exchange.
     """
@@ -152,9 +153,9 @@ def sums_of(buffer: Buffer, mesh: Mesh) -> tuple[str, ...]:
 def step_collectives(
     mesh: Mesh, all_buffers: tuple[Buffer, ...], zero: int, num_experts: int = 0, rules: UpdateRules | None = None
 ) -> tuple[CollectivePlan, ...]:
-    """A row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank.
+    """Return a row for each exchange at the end of a step; ``stage`` is the first stage of the pp rank.
 
-    ``num_experts``: of all layers together, if a step counts their rows, and layers that count dropped rows.
+    ``num_experts``: number of figures of experts that a step counts: rows of each, and dropped rows of each layer.
     """
     rows = [row for i, buffer in enumerate(all_buffers) for row in _of_buffer(mesh, zero >= 1, i, buffer)]
     for i, buffer in enumerate(all_buffers):
@@ -162,14 +163,14 @@ def step_collectives(
         rows += [] if homes is None or not homes.axis else _of_matrices(mesh, i, homes)
     if mesh.world_size > 1:
         where = "gradient norm and loss" + (", rows of each expert" if num_experts else "")
-        notes = 1 + NOTES_OF_A_RANK * mesh.world_size  # asked to stop, then those of each rank
+        notes = 1 + NOTES_OF_A_RANK * mesh.world_size  # requests to stop, then the notes of each rank
         size = (2 + num_experts + notes) * torch.float64.itemsize
         rows.append(_of_step("all_reduce", "world", where, size))
     return tuple(rows)
 
 
 def sums_of_the_loss(decisions: Decisions) -> tuple[CollectivePlan, ...]:
-    """A row for each pp rank with sums over the global batch that its ranks count before the first backward."""
+    """Return a row for each pp rank that counts sums over the global batch before the first backward."""
     mesh, program, elements = decisions.mesh, decisions.program, Counter[int]()
     for node in program.graph.graph.find_nodes(op="call_function", target=over_data):
         for stage in range(decisions.stages.num_stages):
@@ -182,7 +183,7 @@ def sums_of_the_loss(decisions: Decisions) -> tuple[CollectivePlan, ...]:
 
 
 def _of_step(kind: str, axis: str, where: str, size: int, stage: int | None = None) -> CollectivePlan:
-    return CollectivePlan(kind, axis, "step", where, size, 1, "step", stage)
+    return CollectivePlan(kind, axis, "step", where, size, count=1, per="step", stage=stage)
 
 
 def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterator[CollectivePlan]:
@@ -194,7 +195,9 @@ def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterato
         if buffer.scatters:
             times = max(1, sum(mesh.pp_rank_of(stage) == buffer.pp_rank for stage in _stages_of(buffer, bucket)))
             held = mesh.stages_of(buffer.pp_rank)[0]
-            yield CollectivePlan("reduce_scatter", over, "backward", place, size, times, "microbatch", held)
+            yield CollectivePlan(
+                "reduce_scatter", over, "backward", place, size, count=times, per="microbatch", stage=held
+            )
         elif num_ranks > 1:
             yield _of_step("reduce_scatter" if sharded else "all_reduce", over, place, size, buffer.pp_rank)
         for axis in sums_of(buffer, mesh):
@@ -205,12 +208,12 @@ def _of_buffer(mesh: Mesh, sharded: bool, index: int, buffer: Buffer) -> Iterato
 
 
 def _stages_of(buffer: Buffer, bucket: buckets.Bucket) -> set[int]:
-    """The stages that hold a parameter of the bucket, if they are several."""
+    """Return the stages that hold tied parameters of the bucket."""
     return {stage for slot in bucket.slots for stage in buffer.by_name[slot.name].tied_stages}
 
 
 def _of_matrices(mesh: Mesh, index: int, homes: MatrixHomes) -> Iterator[CollectivePlan]:
-    """``bytes``: of the rank that sends most."""
+    """Yield the exchanges of matrices; ``bytes`` are of the rank that sends most."""
     buffer = homes.buffer
     for bucket in buffer.layout.buckets:
         for what, elements in zip(
@@ -227,8 +230,8 @@ def _contents(bucket: buckets.Bucket) -> str:
 
 
 def _summed_elements(mesh: Mesh, buffer: Buffer, bucket: buckets.Bucket, axis: str) -> int:
-    """Elements of a shard that are added over ``axis``; of parameters with replicated segments over tp or etp only
-    those.
+    """Return the elements of a shard that are summed over ``axis``; over tp or etp, of parameters with replicated
+    segments only these.
     """
     num_shards, size = buffer.layout.num_ranks, mesh.size(buffer.axis)
     if axis != buffer.axis or not buffer.has_whole_segment:

@@ -135,7 +135,7 @@ def test_a_saved_plan_has_all_lengths(tmp_path: Any) -> None:
         first = [engine.train_step(batch).loss for batch in batches]
     assert len(set(first)) == 3
     made.save(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="longest length alone"):
+    with pytest.raises(PlanError, match="longest length only"):
         Plan.load(tmp_path / "plan.json").at_length(4)
 
 
@@ -181,7 +181,7 @@ def test_an_input_of_one_length_beside_one_of_several_is_told() -> None:
     spec = spec_of(entry, [6, 12], mesh={})
     name = list(spec["inputs"])[-1]
     spec["inputs"][name] = {**spec["inputs"]["input_ids"], "shape": [12]}
-    with pytest.raises(SpecError, match=rf"inputs.{name}.shape has one length, 12, and other inputs have \[6, 12\]"):
+    with pytest.raises(SpecError, match=rf"inputs.{name}.shape has the one length 12, but other inputs have \[6, 12\]"):
         plan(entry.model, spec)
 
 

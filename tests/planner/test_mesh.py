@@ -25,7 +25,7 @@ MESH_ERRORS = [case for case in ERRORS if "rank_generator" not in case]
 
 EXPECTED_ERRORS = {
     9: "4 ranks apart for the dense layers, but 2 apart for the experts: the pp groups differ",
-    22: "does not end in pp, which needs dp (= 4) and edp (= 1) to be equal",
+    22: "does not end in pp, so that dp (= 4) and edp (= 1) must be equal",
     37: "4 ranks apart for the dense layers, but 1 apart for the experts: the pp groups differ",
     46: "1 ranks apart for the dense layers, but 2 apart for the experts: the pp groups differ",
     57: "8 ranks apart for the dense layers, but 4 apart for the experts: the pp groups differ",

@@ -1,8 +1,8 @@
-"""The templates of a page, filled: whatever a model, a spec or a saved plan says is text and never markup.
+"""Renders the templates of a page; texts of a model, a spec or a saved plan are escaped.
 
-The style sheet names no colour but those of this table, light and dark, so that a test of it is a test of the page:
-each text stands out from each surface, each shape from the page (WCAG 2.2: 4.5 for text, 3 for shapes). Filled shapes
-are pastel in both, with one dark text colour and an edge.
+The style sheet uses only the colours of these tables, light and dark, so that a test of the tables covers the page:
+texts contrast with every surface, shapes with the page (WCAG 2.2: 4.5 for text, 3 for shapes). Filled shapes are pastel
+in both, with one dark text colour and an edge.
 """
 
 import re
@@ -36,11 +36,11 @@ FILLS = (
     "#a8d1f7", "#f7c6a3", "#b5e3b0", "#e2b8ec", "#f5e08c", "#a5e3e0", "#f4b4bf", "#cfd3da", "#dcc7a1",
 )  # fmt: skip
 _SHARED = "planner.report.page"  # the frame of a page, its styles and its macros
-FILTERED = 8  # rows from which on a table is searched rather than read
+FILTERED = 8  # a table of more rows has a search field
 
 
 def css() -> str:
-    """Custom properties of a page, with those of a dark screen in a media query."""
+    """Return the colours of a page as CSS custom properties, with a media query for dark screens."""
     shared = {"on-fill": ON_FILL} | {f"f{i}": fill for i, fill in enumerate(FILLS)}
     dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_properties(DARK)} }} }}"
     return f":root {{ color-scheme: light dark; {_properties(LIGHT | shared)} }}\n{dark}"
@@ -64,15 +64,13 @@ def _environment(package: str) -> Environment:
 
 
 def render(template: str, package: str = _SHARED, **values: Any) -> str:
-    """A file of templates/, filled. ``values``: all that it names; ``package``: its templates/ come before those of
-    this one.
-    """
+    """Render a file of templates/ with ``values``. ``package``: its templates/ are searched before ours."""
     return _environment(package).get_template(template).render(palette=css(), **values)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``id`` names its place in the page. ``sortable``: rows are independent, so that order does not matter."""
+    """A table of a page. ``id``: its anchor. ``sortable``: rows are independent of each other."""
 
     id: str
     section: Section
@@ -83,12 +81,12 @@ class Table:
 
 
 def tables_of(sections: Iterable[Section]) -> tuple[Table, ...]:
-    """A row that continues the one above it has no name: such a table is not folded."""
-    found: list[Table] = []
+    """Return the tables of a page. A table with nameless rows, which continue the row above them, is not sortable."""
+    tables: list[Table] = []
     for number, section in enumerate(sections):
         sortable = len(section.rows) > 1 and all(any(row[:1]) for row in section.rows)
         words = re.sub(r"[^a-z]+", "-", section.title.lower()).strip("-")
         right = tuple(column in section.right for column in section.columns)
         wraps = tuple(column in PROSE for column in section.columns)
-        found.append(Table(f"table-{number}-{words}", section, sortable, len(section.rows) > FILTERED, right, wraps))
-    return tuple(found)
+        tables.append(Table(f"table-{number}-{words}", section, sortable, len(section.rows) > FILTERED, right, wraps))
+    return tuple(tables)

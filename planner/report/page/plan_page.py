@@ -1,7 +1,7 @@
-"""The page of a plan: pictures first, then every table that the terminal prints.
+"""The HTML page of a plan: pictures first, then every table that the terminal prints.
 
-The schedule as a chart, of which a long one is cut; memory of each pipeline rank, the seconds of a step and the bytes
-of each axis, as bars.
+The pictures are a chart of the schedule, cut if it is long, and bars of the memory of each pipeline rank, the seconds
+of a step, and the bytes of each axis.
 """
 
 from collections import Counter
@@ -24,15 +24,15 @@ from planner.tables.sizes import format_bytes, format_seconds
 from planner.tables.tables import Tables
 
 Facts = tuple[tuple[str, str], ...]
-_READS_WELL = 0.15  # share of the limit from which on bars are drawn to its scale
+_READS_WELL = 0.15  # minimum share of the limit for bars to be drawn with the limit
 PHASES = ("forward", "backward", "recomputation", "step")
-MOST_DRAWN = 1200  # actions: some 200 bytes and four elements each
+MOST_DRAWN = 1200  # maximum number of drawn actions: each is about 200 bytes and four elements
 
 
 def plan_page(plan: Tables, *, full: bool = False, title: str = "") -> str:
-    """One HTML page that needs no other file.
+    """Return one self-contained HTML page.
 
-    ``full``: a row of the tables for every block, even if they repeat. ``title``: names of the model and the spec.
+    ``full``: a row for every block, including repeated ones. ``title``: names of the model and the spec.
     """
     cluster, why_not = cluster_of(plan)
     return render(
@@ -72,7 +72,7 @@ def facts_of(plan: Tables) -> Facts:
 
 
 def memory_bars(plan: Tables, cluster: Cluster | None, why_not: str = "") -> Bars | None:
-    """A bar for each pp rank, and the memory of a device if the cluster gives it."""
+    """Return a bar for each pp rank, and the memory of a device if the cluster is known."""
     rows = []
     for row in plan.memory:
         sizes = [(part, getattr(row, part)) for part in MEMORY_PARTS]
@@ -105,7 +105,7 @@ def cost_bars(plan: Tables) -> Bars | None:
 
 
 def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
-    """A bar for each axis: bytes of a step on that pp rank which exchanges most over it."""
+    """Return a bar for each axis: bytes of a step on the pp rank that exchanges most over it."""
     rank_of = {stage.index: stage.pp_rank for stage in plan.stages}
     counted: dict[str, dict[int | None, Counter[str]]] = {}
     for c in plan.collectives:
@@ -123,7 +123,7 @@ def traffic_bars(plan: Tables, cluster: Cluster | None) -> Bars | None:
         on = f", pp rank {rank}" if rank is not None and plan.mesh.pp > 1 else ""
         name = f"{axis} · {link}" if link else axis
         rows.append((name, named, f"{format_bytes(sum(most.values()))}{on}"))
-    note = "Per step, on one rank of the pp rank with the most bytes; sizes of whole tensors, as in the table."
+    note = "Per step, on one rank of the pp rank with the most bytes; sizes of full tensors, as in the table."
     return bars_of("Bytes by axis and link", rows, PHASES, note=note) if rows else None
 
 
@@ -138,7 +138,7 @@ def cluster_of(plan: Tables) -> tuple[Cluster | None, str]:
 
 
 def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
-    """The slowest link that an exchange over ``axis`` uses; "" if that is not known."""
+    """Return the name of the slowest link that an exchange over ``axis`` uses; "" if it is not known."""
     mesh = plan.mesh
     if cluster is None:
         return ""
@@ -155,14 +155,14 @@ def link_of(axis: str, plan: Tables, cluster: Cluster | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """``svg`` is complete and safe; ``note``: the part of the schedule that is not drawn."""
+    """The chart of a schedule. ``svg``: complete and escaped; ``note``: says which part is not drawn."""
 
     svg: str
     note: str = ""
 
 
 def timeline(plan: Tables) -> Timeline | None:
-    """None if there is one rank only, or if the orders of a plan changed by hand do not fit each other."""
+    """Return the chart; None for one pp rank, or for orders that contradict each other in an edited plan."""
     row, mesh = plan.schedule, plan.mesh
     if mesh.pp == 1:
         return None

@@ -113,8 +113,8 @@ unknown key 'ovrlap'
     ("devices", "what", "fix"),
     [
         (12, "links.1.devices = 12 is not a multiple of the 8 devices of the link before it", "set it to 8 or 16"),
-        (8, "links.1.devices is 8, and the link before it joins 8 already", "list links from the inside outwards"),
-        (4, "links.1.devices is 4, and the link before it joins 8 already", "list links from the inside outwards"),
+        (8, "links.1.devices is 8, but the link before it already joins 8", "list links from the inside outwards"),
+        (4, "links.1.devices is 4, but the link before it already joins 8", "list links from the inside outwards"),
     ],
 )
 def test_a_link_joins_whole_groups_of_the_one_before(tmp_path, devices, what, fix):

@@ -183,7 +183,7 @@ def test_a_plan_runs_no_function_that_it_names(tmp_path: Path) -> None:
     kind = f"{tmp_path / 'rate.py'}:rate"
     made = plan_again(build("inner 33"), spec_of("inner 33", mesh={}, optimizer={"schedule": {"kind": kind}}))
     made.save(tmp_path / "plan.pt")
-    assert "names a function, which a run would import" in refused(tmp_path / "plan.pt")
+    assert "names a function that a run would import" in refused(tmp_path / "plan.pt")
     assert Plan.load(tmp_path / "plan.pt", own_functions=True) == made
 
 

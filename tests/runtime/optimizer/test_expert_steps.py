@@ -19,7 +19,7 @@ from passes.parameters import LocalParameter
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
 from planner.sharding.boxes import Part, part_of
-from planner.sharding.buffers import buffers_of_rank
+from planner.sharding.buffers import BufferOptions, buffers_of_rank
 from planner.spec.optimizer import OptimizerSpec
 from runtime.distributed.opening import open_groups
 from runtime.fuzz.forks import StoreHost
@@ -135,7 +135,7 @@ def _steps(
     axes = axes if forgotten != "edp" else {**axes, "edp": None}
     parameters = [(p, nn.Parameter(shard(start(p.fqn), part_of(p, mesh, place)).clone())) for p in locals_]
     sizes = {axis: dist.get_world_size(axes[axis]) if axes[axis] is not None else 1 for axis in ("dp", "edp")}
-    planned = buffers_of_rank(0, locals_, options, sizes)
+    planned = buffers_of_rank(0, locals_, BufferOptions(options, sizes))
     optimizer = DistributedOptimizer(parameters, planned, options, groups=axes)
     for step in range(STEPS):
         optimizer.begin_step()
