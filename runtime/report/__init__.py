@@ -1,4 +1,4 @@
 """The report of a step to the user.
 
-Begin at `progress`. `step_report` is what a step says, `log` where it is written; `runs/` compares runs.
+Begin at `progress`. `step_report` has the figures of a step, `log` writes them; `runs/` compares runs.
 """

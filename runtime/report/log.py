@@ -1,5 +1,5 @@
-"""Where a run is logged: a line of JSON for each step, flushed at once (docs/watching.md lists its keys); TensorBoard
-and Weights & Biases, under the same names; and the loss as a picture. All but the log need optional packages.
+"""Logs of a run: a line of JSON for each step, flushed at once (docs/watching.md lists the keys); TensorBoard and
+Weights & Biases, with the same names; and a picture of the loss. All except the log need optional packages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from runtime.report.step_report import StepReport
 _FIX = "free space there, or log to another place"
 
 
-_RECENT = 20  # steps that the time left is judged by
+_RECENT = 20  # number of steps from which the remaining time is estimated
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan's figures of a step. ``flops``: of one device, model FLOPs of forward and backward, without
-    recomputation; ``peak``: its FLOPs per second, 0 without a cluster; ``bubble`` of the schedule.
+    """The plan's figures of a step. ``flops``: model FLOPs of forward and backward on one device, without
+    recomputation; ``peak``: FLOPs per second of the device, 0 without a cluster; ``bubble``: of the schedule.
     """
 
     flops: float
@@ -43,13 +43,13 @@ class Planned:
 
     @classmethod
     def of(cls, plan: Plan) -> Planned:
-        """Of a plan that can run."""
+        """Return the figures of a plan that can run."""
         bubble = plan.schedule.bubble_fraction
         return cls(plan.step_flops(), 0.0 if plan.cost is None else plan.cost.peak, bubble)
 
 
 class Pace:
-    """Owns when the last steps were shown, and how long the last batch took."""
+    """Owns the times at which the last steps were shown, and the seconds of the last batch."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -63,7 +63,7 @@ class Pace:
         self.data_seconds = time.perf_counter() - begun
 
     def seconds_left(self, step: int) -> float | None:
-        """From now, when ``step`` is shown; None at the first one, which takes longer than others."""
+        """Return the estimated remaining seconds when ``step`` is shown; None at the first step, which is slow."""
         now = time.perf_counter()
         self._shown.append((step, now))
         first, begun = self._shown[0]
@@ -72,15 +72,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One line of the log. None: there is no such figure in this run, or it is not known yet.
+    """One line of the log. None: this run has no such figure, or it is not known yet.
 
-    ``imbalance``: of experts, the most tokens over the mean; ``dropped``: the share of choices that found no slot.
-    ``one_process_loss``: of the single process, if it runs too. ``slow_rank``: the rank that others wait for, and the
-    cost. ``loss_scale``: that the step ran with. ``validation_loss``: after this step, if due.
-    ``step_seconds``: of the step. ``data_share``: the batch's share of the time of a step with its batch.
-    ``flops_per_s``: of one device, model FLOPs of forward and backward over ``step_seconds``;
-    ``peak_share``: its share of a device's peak in the cluster file. ``memory_bytes``: the most that a rank has
-    held. ``bubble``: measured; ``planned_bubble``: of the plan's schedule. ``seconds_left``: until the last step.
+    ``imbalance``: tokens of the busiest expert divided by the mean; ``dropped``: fraction of expert choices without a
+    slot. ``one_process_loss``: with --compare. ``slow_rank``: the rank for which others wait, and the cost.
+    ``loss_scale``: in this step. ``validation_loss``: after this step, if due. ``data_share``: fraction of the time of
+    step and batch that making the batch takes. ``flops_per_s``: of one device, model FLOPs of forward and backward over
+    ``step_seconds``; ``peak_share``: as a fraction of the peak in the cluster file. ``memory_bytes``: peak of the
+    fullest rank. ``bubble``: measured; ``planned_bubble``: of the schedule. ``seconds_left``: until the last step.
     """
 
     step: int
@@ -107,7 +106,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """``loss``: of the first set. ``figures``: the others, as the log names them."""
+    """``loss``: of the first set. ``figures``: other losses and metrics, by their names in the log."""
 
     loss: float
     figures: Mapping[str, float]
@@ -115,10 +114,10 @@ class Validation:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The figures of rank 0 besides the engine's report of a step. ``step``: its number, from 1.
+    """The figures of a step that rank 0 has besides the engine's report. ``step``: its number, from 1.
 
-    ``one_process_loss``: of the single process, if it runs; ``data_seconds``: to make the batch; ``validation``: after
-    the step, if due. ``place``: of the batch's length among those of the plan.
+    ``one_process_loss``: with --compare; ``data_seconds``: for making the batch; ``validation``: after the step, if
+    due. ``place``: index of the batch's length among the lengths of the plan.
     """
 
     step: int
@@ -129,18 +128,18 @@ class Seen:
 
 
 def make_row(report: StepReport, planned: Planned, seen: Seen, seconds_left: float | None = None) -> StepRow:
-    """Waits for the device if the step still runs."""
-    # beside a single process the others wait for rank 0, which trains it too: no news
+    """Return the row of a step. Waits for the device if the step still runs."""
+    # with --compare the others always wait for rank 0, which trains the one process too: not worth reporting
     is_alone = seen.one_process_loss is None
     seconds, bubble = report.seconds, report.bubble
     flops_per_s = planned.flops / seconds if planned.flops and seconds else None
     return StepRow(
-        seen.step,
-        report.loss,
-        report.grad_norm,
-        report.lr,
-        report.tokens_per_s,
-        report.skipped,
+        step=seen.step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        lr=report.lr,
+        tokens_per_s=report.tokens_per_s,
+        skipped=report.skipped,
         imbalance=report.imbalance if report.expert_tokens else None,
         dropped=report.dropped_share if report.drops else None,
         one_process_loss=seen.one_process_loss,
@@ -161,14 +160,14 @@ def make_row(report: StepReport, planned: Planned, seen: Seen, seconds_left: flo
 _KEYS = tuple(field.name for field in dataclasses.fields(StepRow))
 SUFFIXES = (".png", ".svg", ".pdf")
 _SIZE = (7.0, 4.0)  # inches
-_FEW = 25  # steps that are also marked as points
+_FEW = 25  # up to this number of steps, the curve has a marker at each
 
 
 class Log:
-    """Owns the open file. Of an earlier run it keeps the steps up to ``first``; the later ones are removed with the
-    first repeated step, in one exchange of the file: a run that is killed before that has lost nothing.
+    """Owns the open log file. The steps up to ``first`` of an earlier run are kept; the first written step atomically
+    replaces the later ones, so that a run that is killed before it loses nothing.
 
-    Every method raises PlanError, naming the file, if it cannot be written.
+    Every method raises PlanError, with the file, if it cannot be written.
     """
 
     def __init__(self, path: str, first: int = 0) -> None:
@@ -201,13 +200,13 @@ class Log:
 
 
 def rows_until(path: str | None, step: int) -> list[StepRow]:
-    """The steps up to ``step`` that an earlier run has logged; none without a log of them."""
-    found = [json.loads(line) for line in _lines_until(path, step)] if path else []
-    return [StepRow(**{name: value for name, value in row.items() if name in _KEYS}) for row in found]
+    """Return the logged steps of an earlier run up to ``step``; none without a log."""
+    rows = [json.loads(line) for line in _lines_until(path, step)] if path else []
+    return [StepRow(**{name: value for name, value in row.items() if name in _KEYS}) for row in rows]
 
 
 def _lines_until(path: str | Path, step: int) -> Iterator[bytes]:
-    """One after another: a log may be larger than memory."""
+    """Yield the lines up to ``step`` one by one, because a log may be larger than memory."""
     if step and Path(path).is_file():
         with open(path, "rb") as file:
             for line in file:
@@ -219,13 +218,13 @@ def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return inf  # a line that a kill cut short
+        return inf  # a line that a kill truncated
 
 
 def draw_curve(rows: Sequence[StepRow], path: str) -> None:
-    """Write the picture atomically: loss by step, also that of one process and of validation if there are any.
+    """Write a picture of the loss over steps, with those of one process and validation, if any.
 
-    Raises PlanError, naming the file, if it cannot be written.
+    Raises PlanError, with the file, if it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -248,7 +247,7 @@ def draw_curve(rows: Sequence[StepRow], path: str) -> None:
 
 
 def _lines(rows: Sequence[StepRow]) -> list[tuple[str, list[tuple[int, float]], dict[str, Any]]]:
-    """The drawn lines: label, points, and style. The single process is dashed, so that equal lines are both visible."""
+    """Return label, points and style of each line. One process is dashed, so that equal lines are both visible."""
     marker = "o" if len(rows) <= _FEW else None
     wanted = (
         ("training", "loss", {"color": "C0", "linewidth": 2.0, "marker": marker, "markersize": 3.5}),
@@ -264,7 +263,7 @@ def _lines(rows: Sequence[StepRow]) -> list[tuple[str, list[tuple[int, float]], 
 
 
 class TensorBoard:
-    """Owns the writer of a directory. Of an earlier run there, steps after ``first`` are made again, and purged."""
+    """Owns the writer of a directory. Steps after ``first`` of an earlier run are purged, as they are repeated."""
 
     def __init__(self, directory: str, first: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -284,9 +283,9 @@ _of_wandb = partial(refusing, "Weights & Biases", where="--wandb", fix=_FIX_OF_W
 
 
 class WandB:
-    """Owns a run of the project. ``place``: PROJECT, or PROJECT/NAME; ``name``: of the run, if that has none.
+    """Owns a run of Weights & Biases. ``place``: PROJECT, or PROJECT/NAME; ``name``: of the run, if NAME is missing.
 
-    ``run_id``: a run with this id goes on. Raises PlanError for all that the package raises.
+    ``run_id``: of the run to continue or begin. Errors of the package become a PlanError.
     """
 
     def __init__(self, place: str, name: str | None, config: Mapping[str, Any], run_id: str | None) -> None:
@@ -305,5 +304,5 @@ class WandB:
 
 
 def _figures(row: StepRow, own: Mapping[str, float]) -> dict[str, float]:
-    found = {name: value for name, value in dataclasses.asdict(row).items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in found.items() if name != "step"} | dict(own)
+    figures = {name: value for name, value in dataclasses.asdict(row).items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in figures.items() if name != "step"} | dict(own)

@@ -10,9 +10,7 @@ from planner.tables.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Bytes of one category on one rank. ``allowed``: the share of the measured bytes by which they may differ; None:
-    only reported.
-    """
+    """Bytes of one category on one rank. ``allowed``: maximum difference over the measured bytes; None: any."""
 
     rank: int
     category: str
@@ -22,7 +20,7 @@ class Compared:
 
     @property
     def difference(self) -> float:
-        """Of the measured bytes."""
+        """The difference as a fraction of the measured bytes."""
         return (self.predicted - self.measured) / max(self.measured, 1)
 
     @property
@@ -32,9 +30,9 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ActionMemory:
-    """Bytes that one rank keeps while an action runs, of all microbatches in flight, its own among them.
+    """Bytes that one rank keeps for all microbatches in flight while an action runs.
 
-    ``predicted``: None if the plan does not say. ``live``: all that lived at the action's peak, messages too.
+    ``predicted``: None if the plan does not predict them. ``live``: all live bytes at the action's peak, with messages.
     """
 
     rank: int
@@ -47,7 +45,7 @@ class ActionMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """``rows`` and ``actions`` of every rank. ``notes``: for the reader."""
+    """``rows`` and ``actions`` of every rank. ``notes``: lines of explanation."""
 
     rows: tuple[Compared, ...]
     notes: tuple[str, ...]
@@ -73,17 +71,17 @@ class MemoryReport:
 
 
 def predicted_by_action(of_microbatch: Sequence[int], order: Sequence[Action]) -> dict[str, int]:
-    """The bytes that a rank keeps while each action of its order runs. ``of_microbatch``: bytes of one, chunk by chunk.
+    """Return action → bytes that a rank keeps while it runs. ``of_microbatch``: bytes of one microbatch, by chunk.
 
-    Empty if weight gradients are actions of their own: no row of the plan has the tensors that a backward keeps for
+    Empty if the schedule has weight-gradient actions: the plan does not predict the tensors that backwards keep for
     them.
     """
     if any(action.kind == "W" for action in order):
         return {}
-    found, held = dict[str, int](), 0
+    by_action, kept = dict[str, int](), 0
     for action in order:
         size = of_microbatch[action.chunk]
-        held += size if action.kind == "F" else 0
-        found[str(action)] = held
-        held -= size if action.kind == "B" else 0
-    return found
+        kept += size if action.kind == "F" else 0
+        by_action[str(action)] = kept
+        kept -= size if action.kind == "B" else 0
+    return by_action

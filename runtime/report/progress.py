@@ -1,6 +1,6 @@
-"""Show training while it runs: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside.
+"""Show the progress of training: one live line in a terminal, plain lines elsewhere; a log and TensorBoard beside it.
 
-A step in words has parts with a rank; a narrow terminal shows the first ones.
+The parts of a line have priorities, and a narrow terminal omits those of low priority.
 
 loss 5.556100  grad norm 1.932  lr 2.00e-04  tokens/s 4321  0:42 left  1.2 GFLOP/s (3.1 %)  310 MiB  bubble 31 % …
 """
@@ -22,14 +22,14 @@ from runtime.report.log import Log, StepRow, TensorBoard, WandB
 _BAR = 12  # characters
 _WIDE = 60  # a terminal with less has no bar
 _REFRESHES = 4  # a second
-_ALWAYS = 0  # shown at any width
-_MUCH_DATA = 0.02  # of a step: a batch that takes longer to make is reported
+_ALWAYS = 0  # the rank of a part that is shown at any width
+_MUCH_DATA = 0.02  # minimum data_share that is shown
 Sink = Log | TensorBoard | WandB
 _UNITS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
 
 
 class LiveLine:
-    """``step 12/100 ━━━─── loss 5.5561 …``: as much of the last step as its terminal has room for, in one line."""
+    """``step 12/100 ━━━─── loss 5.5561 …``: as many parts of the last step as fit into one line of the terminal."""
 
     def __init__(self, num_steps: int, first: int) -> None:
         self.num_steps, self.step = num_steps, first
@@ -47,11 +47,10 @@ class LiveLine:
 
 
 class Progress:
-    """Owns the live line, and closes its sinks; shows and writes nothing unless ``enabled`` (rank 0).
+    """Owns the live line, and closes the sinks; shows and writes nothing unless ``enabled`` (rank 0).
 
-    ``first``: the steps that an earlier run has made. ``every_step`` keeps a line of every step in a terminal too;
-    ``quiet`` shows none, and the sinks have them.
-    ``console``: the output; stdout if not given.
+    ``first``: number of steps of an earlier run. ``every_step``: print a line of every step in a terminal too;
+    ``quiet``: print none, but write to the sinks. ``console``: the output; default: stdout.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Progress:
             sink.close()
 
     def show(self, row: StepRow, own: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Raises PlanError if a sink cannot be written."""
+        """Show a step, and write it to the sinks. Raises PlanError if a sink cannot be written."""
         if not self.enabled:
             return
         for sink in self.sinks:
@@ -105,7 +104,7 @@ class Progress:
 
 
 def parts_of(row: StepRow) -> list[tuple[str, int]]:
-    """The parts of a step's line, in order; each with its rank: the larger, the sooner it is left out."""
+    """Return the parts of a step's line, in order, with a rank each: the largest rank is omitted first."""
     data, beside, alone = row.data_share or 0.0, "", row.one_process_loss
     if alone is not None:
         beside = f"|  one process {alone:.6f}  difference {abs(row.loss - alone):.1e}"
@@ -131,7 +130,7 @@ def parts_of(row: StepRow) -> list[tuple[str, int]]:
 
 
 def format_row(row: StepRow, width: int | None = None) -> str:
-    """The parts in one line; of at most ``width`` characters, unless its first part is longer."""
+    """Return the parts in one line of at most ``width`` characters, unless the first part is longer."""
     parts = parts_of(row)
     while True:
         line = "  ".join(text for text, _ in parts)
@@ -141,8 +140,8 @@ def format_row(row: StepRow, width: int | None = None) -> str:
 
 
 class Unchanging:
-    """Leaves out of a row figures that the line before has shown: they are constant in most of a run. Owns the last
-    shown values. Memory counts as changed once it differs by 1 %; the planned bubble is shown once.
+    """Omits figures that have not changed since the line before, as they are constant in most of a run. Owns the last
+    shown values. Memory counts as changed if it differs by 1 %; the planned bubble is shown once.
     """
 
     def __init__(self) -> None:
@@ -165,7 +164,7 @@ class Unchanging:
 
 
 def clock(seconds: float) -> str:
-    """``0:42``, ``1:02:03``; of days ``2 d 03:04:05``."""
+    """Return a duration as ``0:42``, ``1:02:03`` or ``2 d 03:04:05``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

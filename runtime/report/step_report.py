@@ -1,10 +1,10 @@
-"""Output of a run: the figures of each step, after the warnings of the plan.
+"""The figures of each step, and the warnings of the plan.
 
-Values of a device tensor are copied into pinned memory in the queue, and the host waits for the event behind them:
-``tensor.tolist()`` would queue its copy when it is called, behind all of the next step.
+Values of a device tensor are copied into pinned memory in the queue, and the host waits for the event after the copy:
+``tensor.tolist()`` would queue its copy only when it is called, behind the whole next step.
 
-The rank that the others wait for is found from the seconds that each rank works in the actions of a step. Ranks that
-share a layer (tp, cp) wait inside of its collectives, which count as work: they have one figure and are named together.
+The rank for which others wait is found from the seconds that each rank works in the actions of a step. Ranks that share
+a layer (tp, cp) wait inside its collectives, which count as work: they have one figure and are named together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from planner.frozen_plan import Plan
 from runtime.distributed.marks import Marks
 from runtime.distributed.messages import Told
 
-SLOWER = 2.0  # than the median of those with the same work, to be named
-SLOWER_STAGE = 3.0  # than the median of the other stages, if no replica has the same work
+SLOWER = 2.0  # a slow rank takes this many times as long as the median of ranks with the same work
+SLOWER_STAGE = 3.0  # or as the median of the other stages, if no replica has the same work
 
 
 class PlanWarning(UserWarning):
-    """Numbers can differ from those of one process, or ranks repeat work; ``plan.diagnostics`` says more."""
+    """Results may differ from one process, or ranks repeat work; ``plan.diagnostics`` has the details."""
 
 
 def warn_of(plan: Plan, rank: int) -> None:
-    """On rank 0: one Python warning for each thing that the plan warns of, for any number of layers."""
+    """Issue a Python warning, on rank 0, for each distinct warning of the plan."""
     rows = {row.what: row for row in plan.diagnostics if row.level == "warning" and rank == 0}
     for row in rows.values():
         place, fix = f" (at {row.where})" if row.where else "", f"; {row.fix}" if row.fix else ""
@@ -41,9 +41,9 @@ def warn_of(plan: Plan, rank: int) -> None:
 
 
 class StepClock:
-    """How long the device worked on a step: the time between two events in its queue, or the host's on a CPU.
+    """Measures a step: the time between two events in the queue of the device, or the host's time on a CPU.
 
-    ``num_tokens``: of the step's global batch.
+    ``num_tokens``: of the global batch.
     """
 
     num_tokens = 0
@@ -57,19 +57,18 @@ class StepClock:
 
     @property
     def seconds(self) -> float:
-        """Waits for the device if the step still runs."""
+        """The duration of the step. Waits for the device if the step still runs."""
         assert self._end is not None, "the step has not ended"
         return self._marks.seconds(self._start, self._end)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The figures of a step after norm, whether the update was skipped (0 or 1), and loss.
+    """The contents of a step's figures behind the norm, whether the update was skipped (0 or 1), and the loss.
 
-    First the tokens of each expert of each of ``layers`` (block, experts), then how many were dropped of each of
-    ``dropping`` layers that count it, last ``num_notes`` of ``runtime.distributed.messages``. ``drops``: whether a
-    token may find no slot; None: unknown. Of each rank, ``places``: its (pp, dp); ``pipelines``: the first rank of its
-    pipeline.
+    First the tokens of each expert of each of ``layers`` (block, number of experts), then the dropped tokens of each of
+    ``dropping`` layers, last ``num_notes`` notes of ``runtime.distributed.messages``. ``drops``: whether tokens may be
+    dropped; None: unknown. ``places``: (pp, dp) of each rank; ``pipelines``: the first rank of each rank's pipeline.
     """
 
     layers: Sequence[tuple[str, int]] = ()
@@ -81,21 +80,19 @@ class Contents:
 
 
 class StepReport:
-    """One update, the same on every rank. The first figure that is read waits for the device, once for all of them.
+    """One update, the same on every rank. Reading the first figure waits for the device, once for all figures.
 
     ``loss``: mean over the valid tokens of the global batch. ``grad_norm``: of all parameters, before clipping.
     ``skipped``: the loss or a gradient was not finite, so nothing changed. ``seconds``: of the step, by this rank's
-    clock; 0 if no batch was run, and ``tokens_per_s`` then: of the first integer input of the global batch.
-    ``expert_tokens``: of each layer of experts, by its block, how many tokens of the global batch each expert got;
-    if experts have axes of their own, dropped ones included. ``imbalance``: the most over the mean,
-    in the layer with the largest ratio; 1 if all are alike or there are none. ``dropped_share``: of all choices of
-    tokens those that found no slot; None if a layer's slots are filled in a way that is not understood, or by the
-    experts' own choice, or no experts are counted. ``stop_requested``: some rank got a signal to end before
-    this update (``runtime.distributed.stopping``). ``usual_seconds``: of each rank, seconds of a usual run over its
-    actions without waits for other stages; 0 if unknown yet. ``slow_rank``: the ranks that the
-    others wait for, if any. ``bubble``: the share of the pipeline's run in which ranks wait for other
-    stages, mean over them; on a GPU of a step or two before. ``memory_bytes``: the most that a rank has held so far, of
-    its GPU, or resident in the host's memory. ``loss_scale``: that the step ran with. None if there is no such.
+    clock; 0 if no batch was run, as is ``tokens_per_s``, which counts the first integer input of the global batch.
+    ``expert_tokens``: block of each expert layer → tokens of the global batch for each expert, with dropped ones if
+    experts have axes of their own. ``imbalance``: maximum over mean in the most uneven layer; 1 without experts.
+    ``dropped_share``: fraction of expert choices without a slot; None if experts choose their tokens, or if slots are
+    not counted. ``stop_requested``: a rank got a signal to end before this update
+    (``runtime.distributed.stopping``). ``usual_seconds``: for each rank, the usual seconds of its actions without waits
+    for other stages; 0 if unknown. ``slow_rank``: the ranks for which others wait, or None. ``bubble``: the fraction of
+    time in which ranks wait for other stages, mean over ranks; on a GPU of a step or two before. ``memory_bytes``: peak
+    of the fullest rank, on its GPU or resident in host memory. ``loss_scale``: in this step; None without one.
     """
 
     def __init__(
@@ -107,8 +104,8 @@ class StepReport:
         check: Callable[[list[float]], None] | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """``figures``: on the device; ``contents`` says which. ``check``: gets the notes when figures are read, which
-        raises its errors. ``scale``: of the loss."""
+        """``figures``: on the device, described by ``contents``. ``check``: called with the notes when figures are
+        read, and may raise. ``scale``: of the loss."""
         self.lr = lr
         self._figures, self._contents, self._check = HostCopy(figures), contents, check
         self._clock = clock
@@ -135,17 +132,17 @@ class StepReport:
         return max((max(n) * len(n) / sum(n) for n in self.expert_tokens.values() if sum(n)), default=1.0)
 
     def imbalance_of_ranks(self, ep: int) -> float:
-        """Tokens of the experts of one rank of ``ep`` over the mean: the most of any, in any layer."""
-        found = [1.0]
+        """Return the tokens on the fullest of ``ep`` ranks divided by the mean, in the most uneven layer."""
+        ratios = [1.0]
         for tokens in self.expert_tokens.values():
             size = len(tokens) // ep
             of_ranks = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
-            found.append(max(of_ranks) * ep / max(1, sum(tokens)))
-        return max(found)
+            ratios.append(max(of_ranks) * ep / max(1, sum(tokens)))
+        return max(ratios)
 
     @cached_property
     def told(self) -> Told:
-        """Values from all ranks."""
+        """The notes of all ranks."""
         num_notes = self._contents.num_notes
         return Told.of(self._read[3][-num_notes:] if num_notes else [])
 
@@ -189,7 +186,7 @@ class StepReport:
 
     @property
     def drops(self) -> bool:
-        """Whether there are slots that a token may not find, and it is known how many do not."""
+        """Whether tokens may be dropped, and dropped tokens are counted."""
         return bool(self._contents.drops)
 
     @property
@@ -217,7 +214,7 @@ class StepReport:
         return f"StepReport({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Whoever gets it pickled, in another process, has the figures."""
+        """Return the state to pickle: the figures, without device tensors."""
         return {
             "lr": self.lr,
             "_read": self._read,
@@ -229,10 +226,10 @@ class StepReport:
 
 
 def bubble_of(told: Told, pipelines: Sequence[int]) -> float | None:
-    """The share of a pipeline's run in which its ranks do not work, mean over all; None if a rank does not know.
+    """Return the fraction of a pipeline's run in which its ranks do not work, mean over ranks; None if unknown.
 
-    The run is that of the first stage: it makes the first forward, and the last backward. ``pipelines``: of each rank,
-    the rank of its pipeline that has the first stage.
+    The run is that of the first stage, which has the first forward and the last backward. ``pipelines``: for each rank,
+    the rank with the first stage of its pipeline.
     """
     if not told.pipeline_seconds or not all(told.pipeline_seconds):
         return None
@@ -241,7 +238,7 @@ def bubble_of(told: Told, pipelines: Sequence[int]) -> float | None:
 
 
 class HostCopy:
-    """Owns: pinned memory with the values that ``tensor`` had when this was made; on a CPU the tensor itself."""
+    """Owns a copy of ``tensor`` in pinned memory, made when this object is; on a CPU the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._arrived = tensor, None
@@ -252,7 +249,7 @@ class HostCopy:
             self._arrived.record()
 
     def numbers(self) -> list[float]:
-        """The values, flat; waits for the device until it has written them."""
+        """Return the values, flat. Waits until the device has written them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.flatten().tolist()
@@ -260,7 +257,7 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """``ranks`` work ``factor`` times as long in each step as others with their work: ``seconds`` more."""
+    """``ranks`` work ``factor`` times as long in each step as ranks with the same work, ``seconds`` longer."""
 
     ranks: tuple[int, ...]
     factor: float
@@ -272,11 +269,11 @@ class SlowRank:
 
 
 def slowest(working: Sequence[float], places: Sequence[tuple[int, int]]) -> SlowRank | None:
-    """The ranks that cost the others most; None if all are about alike, or a figure is unknown (0).
+    """Return the ranks that delay the others most; None if all take similar times, or a figure is unknown (0).
 
     ``working``: seconds of each rank. ``places``: coordinates (pp, dp) of each rank. Replicas of one pipeline stage
     have the same work and are compared with each other. A stage without replicas is compared with all other stages,
-    which differ by nature, so there the threshold is higher.
+    with a higher threshold, because their work differs.
     """
     if not working or not all(working):
         return None
@@ -284,11 +281,11 @@ def slowest(working: Sequence[float], places: Sequence[tuple[int, int]]) -> Slow
     for rank, place in enumerate(places):
         members[place].append(rank)
     seconds = {place: mean(working[rank] for rank in ranks) for place, ranks in members.items()}
-    worst: dict[int, tuple[int, int]] = {}  # of each stage: what the others are compared with is no less
+    worst: dict[int, tuple[int, int]] = {}  # the slowest place of each stage
     for place in seconds:
         worst[place[0]] = max(worst.get(place[0], place), place, key=seconds.__getitem__)
-    found = [slow for place in worst.values() if (slow := _slow(place, members[place], seconds)) is not None]
-    return max(found, key=lambda slow: slow.seconds, default=None)
+    slow_ranks = [slow for place in worst.values() if (slow := _slow(place, members[place], seconds)) is not None]
+    return max(slow_ranks, key=lambda slow: slow.seconds, default=None)
 
 
 def _slow(place: tuple[int, int], ranks: list[int], seconds: dict[tuple[int, int], float]) -> SlowRank | None:

@@ -1,6 +1,6 @@
-"""Runs side by side as one page that needs no other file: charts over steps, memory, and tables.
+"""Runs side by side as one self-contained HTML page: charts over steps, memory, and tables.
 
-Lines over steps as plain SVG: axes at round numbers, a dash for each run, gaps for NaN and Inf.
+Charts are plain SVG: ticks at round numbers, a dash pattern for each run, gaps at NaN and Inf.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from markupsafe import Markup
 from planner.report.page.engine import LINES, render, tables_of
 from planner.report.shapes import Scale, round_ticks
 from runtime.report.runs.reading import RecordedRun
-from runtime.report.runs.table import FIGURES, Figure, Line, category_bars, lines_of, sections_of, tick_texts
+from runtime.report.runs.table import Figure, Line, all_figures, category_bars, lines_of, sections_of, tick_texts
 
-WIDTH, HEIGHT = 360, 200  # as wide as a telephone: a page makes it larger, never smaller
+WIDTH, HEIGHT = 360, 200  # as wide as a phone; a page scales it up, never down
 _TOP, _BOTTOM = 10, 24
-LETTER = 7.0  # of a digit, at most, in the font of 12 pixels that the page has
+LETTER = 7.0  # maximum width of a digit in the page's font of 12 pixels
 NUM_COLOURS = len(LINES)
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")  # runs differ in more than colour
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """The page as HTML, with a chart of every figure that some run has; dash and colour distinguish runs."""
+    """Return the page, with a chart of every figure that a run has; colour and dash distinguish runs."""
     charts = [
         {
             "title": figure.title,
             "unit": figure.unit,
             "last": [(line.name, figure.format(line.points[-1][1])) for line in lines],
-            "svg": Markup(chart(figure, lines)),  # our own picture, its texts are escaped
+            "svg": Markup(chart(figure, lines)),  # our own SVG, its texts are escaped
         }
-        for figure in FIGURES
+        for figure in all_figures(runs)
         if (lines := lines_of(figure, runs))
     ]
     first, *others = tables_of(sections_of(runs))
@@ -53,7 +53,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
 
 
 class Axes(NamedTuple):
-    """The part of steps and values that is shown, its place on the picture, and both scales' ticks with their texts."""
+    """The scales of a chart, and the ticks of both, with their texts."""
 
     x: Scale
     y: Scale
@@ -71,14 +71,14 @@ class Axes(NamedTuple):
         unit, name = figure.unit_of(y.high)
         ticks = round_ticks(y.low / unit, y.high / unit)
         texts = [f"{text}{name}" for text in tick_texts(ticks)]
-        widest = LETTER * len(f"{max(steps):,.0f}")  # half of it stands beyond the end
+        widest = LETTER * len(f"{max(steps):,.0f}")  # half of the text extends beyond the end
         x = Scale(min(steps), max(*steps, min(steps) + 1), 8 + LETTER * max(map(len, texts)), WIDTH - widest / 2 - 2)
         seen = x.ticks(min(5, max(2, int((x.end - x.start) / (widest + LETTER)))), whole=True)
         return cls(x, y, [(s, f"{s:,.0f}") for s in seen], [(t * unit, s) for t, s in zip(ticks, texts, strict=True)])
 
 
 def chart(figure: Figure, lines: Sequence[Line]) -> str:
-    """One SVG element; its colours come from the page (``planner.report.page.engine``)."""
+    """Return one SVG element; the page defines its colours (``planner.report.page.engine``)."""
     axes = Axes.around(figure, lines)
     words = f"{figure.title} over steps: {', '.join(line.name for line in lines)}"
     parts = [
@@ -117,7 +117,7 @@ def _path(line: Line, axes: Axes) -> str:
 
 
 def _stretches(line: Line, axes: Axes) -> list[list[tuple[str, str]]]:
-    """The points on the picture, split at values that are not finite."""
+    """Return the points in pixels, split at values that are not finite."""
     found: list[list[tuple[str, str]]] = [[]]
     for step, value in line.points:
         if isfinite(value):

@@ -1,8 +1,8 @@
-"""Read logged runs: a log or a directory of logs, with the trace and the memory beside, becomes runs, or one error.
+"""Read logged runs: a log or a directory of logs becomes runs, with the traces and memory reports beside them.
 
 Steps are folded one by one as they are read, in memory that hardly grows with their number. A series keeps a few
-hundred points: its first, its last, and of each stretch of steps the lowest and the highest, so that no spike is lost.
-Stretches become twice as long whenever there are too many of them.
+hundred points: the first, the last, and the lowest and the highest of each stretch of steps, so that no spike is lost.
+The length of a stretch doubles whenever there are too many stretches.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import inf, isfinite
 from operator import itemgetter
@@ -27,22 +27,35 @@ from runtime.report.memory_rows import MemoryReport
 
 FIX = "write one with `meshwright train … --log FILE.jsonl`"
 _MOST_OF_A_LINE = MIB
-_KEYS = {field.name for field in dataclasses.fields(StepRow)}
-_NEEDED = {field.name for field in dataclasses.fields(StepRow) if field.default is dataclasses.MISSING}
+KEYS = {each.name for each in dataclasses.fields(StepRow)}
+_NEEDED = {each.name for each in dataclasses.fields(StepRow) if each.default is dataclasses.MISSING}
 Point = tuple[int, float]
-MOST_POINTS = 400  # of one line: about one a pixel
+MOST_POINTS = 400  # maximum number of points of a line, about one per pixel
 _TIMES = ("tokens_per_s", "step_seconds", "bubble")
-_FIGURES = tuple(field.name for field in dataclasses.fields(StepRow) if field.name not in ("step", "slow_rank"))
+_FIGURES = tuple(each.name for each in dataclasses.fields(StepRow) if each.name not in ("step", "slow_rank"))
 LOG = ".jsonl"
 _MOST_BYTES = 1024 * MIB
 _adapter = cache(TypeAdapter)
 _MOVE = "write it again with this version, or move it away"
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRow(StepRow):
+    """A step with the user's ``own`` figures: of --metric, of further validation sets, or of ``run.log``."""
+
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+def figures_of(row: StepRow) -> dict[str, Any]:
+    """Return all figures of a step by their keys in the log."""
+    own = dict(row.own) if isinstance(row, OwnRow) else {}
+    return {each.name: getattr(row, each.name) for each in dataclasses.fields(StepRow)} | own
+
+
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run. ``rows``: its steps, read again at each iteration. ``trace``: the events of a trace that lies beside its
-    log, if one does; ``memory``: the memory of its ranks, if that does.
+    """One run. ``rows``: its steps, read again at each iteration. ``trace`` and ``memory``: the events of the trace and
+    the memory report beside its log, if they exist.
     """
 
     name: str
@@ -52,14 +65,14 @@ class RecordedRun:
 
     @cached_property
     def history(self) -> History:
-        """Its steps, folded at the first use. Raises PlanError if the log is damaged."""
+        """The folded steps, read at the first use. Raises PlanError if the log is damaged."""
         return History(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The steps of a log; a truncated last line is left out. Each iteration reads the file and raises PlanError, naming
-    the line, if it is damaged or holds no step.
+    """The steps of a log, without a truncated last line. Each iteration reads the file, and raises PlanError, with the
+    line, if it is damaged or has no step.
     """
 
     log: Path
@@ -74,7 +87,7 @@ class Rows:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """The logs among ``paths``, and those in directories among them. Raises PlanError for a path that is neither."""
+    """Return the runs of logs and of directories of logs. Raises PlanError for other paths, and for damaged files."""
     logs = [log for path in paths for log in _logs_at(path)]
     names = names_of(logs)
     runs = [
@@ -82,27 +95,27 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
         for log, name in zip(logs, names, strict=True)
     ]
     for run in runs:
-        run.history  # noqa: B018 - reads the log, so that a damaged one is refused before anything is written
+        run.history  # noqa: B018 - reads the log, to refuse a damaged one before any output
     return runs
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:
-    """The shortest distinct names: the stem of the file, with folders above it as needed."""
+    """Return the shortest distinct names: the stem of the file, with as many folders as needed."""
     parts = [[*log.resolve().parts[1:-1], log.stem] for log in logs]
     for depth in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(part[-depth:]) for part in parts]
-        if len(set(found)) == len(found):
-            return found
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
     return [f"{part[-1]} ({i})" for i, part in enumerate(parts)]
 
 
 def _logs_at(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob(f"*{LOG}"))
-    if not found:
+    logs = sorted(path.glob(f"*{LOG}"))
+    if not logs:
         raise PlanError("the directory has no step logs (*.jsonl)", where=shorten(path), fix=FIX)
-    return found
+    return logs
 
 
 def _rows(log: Path) -> Iterator[StepRow]:
@@ -112,7 +125,7 @@ def _rows(log: Path) -> Iterator[StepRow]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
-            if not is_ended:  # the last one
+            if not is_ended:  # the last line, which a kill truncated
                 return
             raise _damaged(log, number, f"this is not JSON: {shorten(line, 60)}") from None
         yield _row(log, number, values)
@@ -121,13 +134,16 @@ def _rows(log: Path) -> Iterator[StepRow]:
 def _row(log: Path, number: int, values: Any) -> StepRow:
     if not isinstance(values, dict):
         raise _damaged(log, number, "this is not a JSON object")
-    missing, foreign = sorted(_NEEDED - values.keys()), sorted(values.keys() - _KEYS)
+    own = {name: value for name, value in values.items() if name not in KEYS}
+    missing = sorted(_NEEDED - values.keys())
+    foreign = sorted(name for name, value in own.items() if not isinstance(value, int | float))
     if missing or foreign:
-        told = [*_told("misses", missing), *_told("has the unknown", foreign)]
-        words = f"another version or another program has written this log: a step {', and '.join(told)}"
+        problems = [*_listed("misses", missing), *_listed("has the unknown", foreign)]
+        words = f"another version or another program has written this log: a step {', and '.join(problems)}"
         raise PlanError(words, where=_at(log, number), fix="report it with the version that wrote it")
+    known = {name: value for name, value in values.items() if name in KEYS}
     try:
-        return _adapter(StepRow).validate_python(values)
+        return _adapter(OwnRow if own else StepRow).validate_python(known | ({"own": own} if own else {}))
     except ValidationError as error:
         raise _damaged(log, number, _first_of(error)) from None
 
@@ -137,7 +153,7 @@ def _first_of(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
-def _told(verb: str, names: Iterable[str]) -> list[str]:
+def _listed(verb: str, names: Iterable[str]) -> list[str]:
     listed = ", ".join(shorten(name, 40) for name in names)
     return [f"{verb} {shorten(listed, 200)}"] if listed else []
 
@@ -151,7 +167,7 @@ def _at(log: Path, number: int) -> str:
 
 
 class Series:
-    """One figure over steps, added in their order. Values that are not finite count as points, in no fold."""
+    """One figure over steps, added in order. NaN and Inf are points, but do not count in lowest, highest and total."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most, self._width, self._in_last = most, 1, 0
@@ -183,7 +199,7 @@ class Series:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """At most about ``most``, in the order of steps."""
+        """At most about ``most`` points, in the order of steps."""
         inside = [point for stretch in self._stretches for point in stretch]
         ends = [point for point in (self._first, self._last) if point is not None]
         kept = dict.fromkeys([*ends[:1], *inside, *ends[1:]])
@@ -191,7 +207,7 @@ class Series:
 
 
 def _ends(points: Sequence[Point]) -> list[Point]:
-    """The lowest, the highest and the first that is not finite, in the order of steps."""
+    """Return the lowest, the highest and the first non-finite point, in the order of steps."""
     if len(points) < 2:
         return list(points)
     finite = [point for point in points if isfinite(point[1])]
@@ -201,12 +217,12 @@ def _ends(points: Sequence[Point]) -> list[Point]:
 
 
 class History:
-    """All figures of a run. ``warm``: the finite values of ``_TIMES`` after the first step, which allocates memory and
-    opens connections; of the first step if there is no other."""
+    """All figures of a run. ``warm``: the finite values of ``_TIMES``, without the first of several steps, which
+    allocates memory and opens connections."""
 
     def __init__(self, rows: Iterable[StepRow]) -> None:
         self.series: dict[str, Series] = {}
-        self.warm = {name: array("d") for name in _TIMES}  # 8 bytes a step: a median needs all of them
+        self.warm = {name: array("d") for name in _TIMES}  # 8 bytes per step, because a median needs all values
         self.num_steps = 0
         for row in rows:
             self._add(row)
@@ -215,8 +231,9 @@ class History:
         if self.num_steps == 0:
             self.first = row
         self.last = row
-        for name in _FIGURES:
-            if (value := getattr(row, name)) is not None:
+        own = row.own if isinstance(row, OwnRow) else {}
+        for name, value in (*((name, getattr(row, name)) for name in _FIGURES), *own.items()):
+            if value is not None:
                 self.series.setdefault(name, Series()).add(row.step, float(value))
         for name, values in self.warm.items():
             if self.num_steps == 1:
@@ -227,9 +244,9 @@ class History:
 
 
 def trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
-    """The events of NAME.json beside NAME.jsonl, or of trace.json if only one log is beside it; else none.
+    """Return the events of NAME.json beside NAME.jsonl, or of trace.json in a directory with one log; else none.
 
-    Raises PlanError for a file that is no JSON.
+    Raises PlanError for a file that is not JSON.
     """
     for path in _files(log, ".json", "trace.json"):
         events = _object(path, "trace").get("traceEvents")
@@ -239,8 +256,8 @@ def trace_beside(log: Path) -> tuple[dict[str, Any], ...]:
 
 
 def memory_beside(log: Path) -> MemoryReport | None:
-    """The report that `meshwright memory --format json` printed into NAME.memory.json, or memory.json if only one log
-    is beside it. Raises PlanError for a file that is none of this version.
+    """Return the report of `meshwright memory --format json` in NAME.memory.json, or in memory.json in a directory with
+    one log. Raises PlanError for a file of another version.
     """
     for path in _files(log, ".memory.json", "memory.json"):
         values = _object(path, "report of memory")
@@ -254,7 +271,7 @@ def memory_beside(log: Path) -> MemoryReport | None:
 
 
 def _files(log: Path, suffix: str, shared: str) -> list[Path]:
-    """The existing files of both names. The second may be of any log: it counts only if there is one log."""
+    """Return the existing files among NAME + ``suffix`` and, if the directory has one log, ``shared``."""
     is_alone = len(list(log.parent.glob(f"*{LOG}"))) == 1
     names = [log.with_suffix(suffix), *([log.with_name(shared)] if is_alone else [])]
     return [path for path in names if is_file(path)]

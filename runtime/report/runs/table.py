@@ -1,8 +1,7 @@
-"""Runs side by side as tables for a terminal, and as data for a script.
+"""Runs side by side as tables for a terminal, and as JSON for a script.
 
-Actions: how long those of each stage took in a trace, beside how long they were planned to take. Memory, measured
-beside planned: by category and by action. Of each pp rank the one rank that held the most is drawn; the table has all
-of them.
+Actions: measured seconds of a trace beside planned ones, by stage. Memory: measured beside planned bytes, by category
+and by action; pictures show the fullest rank of each pp rank, tables all ranks.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import floor, log, log10
+from math import floor, log, log10, nan
 from statistics import median
 from typing import Any
 
@@ -20,10 +19,10 @@ from planner.report.section import Section
 from planner.report.shapes import Bars, Row, bars_of
 from planner.tables.sizes import format_bytes
 from runtime.report.memory_rows import ActionMemory, Compared, MemoryReport
-from runtime.report.runs.reading import History, Point, RecordedRun, Series
+from runtime.report.runs.reading import KEYS, History, Point, RecordedRun, Series, figures_of
 
 Format = Callable[[float], str]
-_SMALL, _LARGE = 1e-3, 1e7  # beyond them with an exponent
+_SMALL, _LARGE = 1e-3, 1e7  # numbers outside are printed with an exponent
 COLUMNS = (
     "run", "steps", "first loss", "last loss", "lowest validation", "tokens/s", "s per step", "memory", "bubble",
     "planned bubble", "skipped",
@@ -31,7 +30,7 @@ COLUMNS = (
 
 
 def plain(value: float) -> str:
-    """Four digits: 12,350 for 12345.6."""
+    """Return the number with four digits: 12,350 for 12345.6."""
     return f"{float(f'{value:.4g}'):,.7g}"
 
 
@@ -45,7 +44,7 @@ def size(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn thin."""
+    """A figure over steps: its field in the log, and its title. ``beside``: a second field, drawn as a thin line."""
 
     field: str
     title: str
@@ -55,7 +54,7 @@ class Figure:
     beside_title: str = ""
 
     def unit_of(self, high: float) -> tuple[float, str]:
-        """In which ticks up to ``high`` are round numbers, and its name: KiB, MiB and so on, or a hundredth."""
+        """Return the unit of ticks up to ``high``, and its name: B, KiB, MiB and so on, %, or 1 without a name."""
         if self.format is share:
             return 0.01, "%"
         if self.format is not size:
@@ -65,14 +64,14 @@ class Figure:
 
 
 FIGURES = (
-    Figure("loss", "Loss", "mean over tokens", plain, "one_process_loss", "one process"),
+    Figure("loss", "Loss", "mean over tokens", beside="one_process_loss", beside_title="one process"),
     Figure("validation_loss", "Validation loss", "mean over tokens"),
     Figure("grad_norm", "Gradient norm"),
     Figure("lr", "Learning rate"),
     Figure("tokens_per_s", "Tokens per second"),
     Figure("step_seconds", "Seconds per step"),
     Figure("data_share", "Time waiting for data", "share of a step", share),
-    Figure("bubble", "Bubble", "share of a step", share, "planned_bubble", "planned"),
+    Figure("bubble", "Bubble", "share of a step", share, beside="planned_bubble", beside_title="planned"),
     Figure("memory_bytes", "Memory", "peak of the fullest rank", size),
     Figure("peak_share", "FLOP/s per device", "share of its peak", share),
     Figure("loss_scale", "Loss scale"),
@@ -81,9 +80,15 @@ FIGURES = (
 )
 
 
+def all_figures(runs: Sequence[RecordedRun]) -> tuple[Figure, ...]:
+    """Return ``FIGURES``, then the figures of the user's own in any run, by name."""
+    own = {name for run in runs for name in run.history.series} - KEYS
+    return (*FIGURES, *(Figure(name, name) for name in sorted(own)))
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart. ``run``: its position among the runs; ``is_beside``: of the second field."""
+    """One line of a chart. ``run``: index of its run; ``is_beside``: whether it shows the second field."""
 
     run: int
     name: str
@@ -92,20 +97,20 @@ class Line:
 
 
 def lines_of(figure: Figure, runs: Sequence[RecordedRun]) -> list[Line]:
-    """A line for each run that has the figure; a figure that no run has gives none."""
-    found = []
+    """Return a line, or two with a second field, for each run that has the figure."""
+    lines = []
     for index, run in enumerate(runs):
         for field, more in ((figure.field, ""), (figure.beside, figure.beside_title)):
             if field in run.history.series:
                 name = f"{run.name}, {more}" if more else run.name
-                found.append(Line(index, name, run.history.series[field].points, bool(more)))
-    return found
+                lines.append(Line(index, name, run.history.series[field].points, bool(more)))
+    return lines
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Round numbers in equal distances, each with all of its digits: 2.3000 beside 2.3005."""
+    """Return texts of equidistant round numbers, all with the same digits: 2.3000 beside 2.3005."""
     distance = ticks[1] - ticks[0] if len(ticks) > 1 and ticks[1] > ticks[0] else 1.0
-    last = floor(log10(distance) + 1e-9)  # the place of the last digit
+    last = floor(log10(distance) + 1e-9)  # the exponent of the last digit
     most = max(map(abs, ticks))
     if most and not _SMALL <= most < _LARGE:
         digits = max(1, floor(log10(most)) - last + 1)
@@ -114,7 +119,7 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
 
 
 def summary(run: RecordedRun) -> tuple[str, ...]:
-    """The cells of ``COLUMNS``; - if the run has no such figure. Times are medians without the first step."""
+    """Return the cells of ``COLUMNS``, "-" for missing figures. Times are medians without the first step."""
     history = run.history
     first, last, warm = history.first, history.last, history.warm
     return (
@@ -138,22 +143,35 @@ def _of(history: History, field: str, shown: Callable[[Series], str]) -> str:
 
 
 _ACTIONS = ("run", "stage", "action", "seen", "measured ms", "planned ms", "measured / planned")
-PARTS = ("parameters", "gradients", "optimizer", "activations")  # "at the peak" has activations in it
+PARTS = ("parameters", "gradients", "optimizer", "activations")  # "at the peak" contains activations
 _RANKS = ("run", "rank", "category", "measured", "planned", "measured / planned")
 _OF_ACTIONS = ("run", "pp rank", "rank", "action", "measured", "planned", "live at its peak")
+_OWN = ("run", "figure", "first", "last", "lowest", "highest")
 
 
 def sections_of(runs: Sequence[RecordedRun]) -> list[Section]:
-    """A table of the runs; with traces, one of the times of their actions; then the memory of their ranks."""
-    found = [Section(f"Runs ({len(runs)})", COLUMNS, tuple(map(summary, runs)), right=frozenset(COLUMNS[1:]))]
+    """Return a table of the runs, then those of own figures, times of actions and memory, without empty ones."""
     times = [time for run in runs for time in action_times(run)]
     cells = tuple(
         (t.run, str(t.stage), t.kind, str(t.count), f"{t.measured:.3f}", _or_none(t.planned, 3), _or_none(t.ratio, 2))
         for t in times
     )
     note = "medians over the traced steps, including waits"
-    found += [Section("Time of actions", _ACTIONS, cells, note, frozenset(_ACTIONS[3:]))] if cells else []
-    return [*found, *memory_sections(runs)]
+    more = [
+        Section("Figures of your own", _OWN, tuple(_own_figures(runs)), right=frozenset(_OWN[2:])),
+        Section("Time of actions", _ACTIONS, cells, note, frozenset(_ACTIONS[3:])),
+        *memory_sections(runs),
+    ]
+    first = Section(f"Runs ({len(runs)})", COLUMNS, tuple(map(summary, runs)), right=frozenset(COLUMNS[1:]))
+    return [first, *(section for section in more if section.rows)]
+
+
+def _own_figures(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, ...]]:
+    for run in runs:
+        for name in sorted(run.history.series.keys() - KEYS):
+            series = run.history.series[name]
+            ends = (series.low, series.high) if series.num_finite else (nan, nan)
+            yield (run.name, name, *map(plain, (series.points[0][1], series.points[-1][1], *ends)))
 
 
 def _or_none(value: float | None, digits: int) -> str:
@@ -161,13 +179,13 @@ def _or_none(value: float | None, digits: int) -> str:
 
 
 def json_parts(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    """JSON, part by part, as a log may be larger than memory: every step of every run, the times of its actions, and
-    the memory of its ranks; null: not measured."""
+    """Yield JSON in parts, because a log may be larger than memory: every step of every run, the times of its actions,
+    and the memory of its ranks; null: not measured."""
     yield "["
     for i, run in enumerate(runs):
         yield f'{"," if i else ""}\n  {{\n    "name": {json.dumps(run.name)},\n    "steps": ['
         for j, row in enumerate(run.rows):
-            yield f"{',' if j else ''}\n      {_indented(dataclasses.asdict(row), 6)}"
+            yield f"{',' if j else ''}\n      {_indented(figures_of(row), 6)}"
         actions = [dataclasses.asdict(time) for time in action_times(run)]
         yield f'\n    ],\n    "actions": {_indented(actions, 4)}'
         yield f',\n    "memory": {_indented(run.memory.to_dict() if run.memory else None, 4)}\n  }}'
@@ -180,7 +198,7 @@ def _indented(value: Any, depth: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ActionTime:
-    """Medians over all actions of one kind on one stage, in milliseconds. ``planned``: None without a plan."""
+    """Medians over all actions of one kind on one stage, in milliseconds. ``planned``: None if the trace lacks it."""
 
     run: str
     stage: int
@@ -195,7 +213,7 @@ class ActionTime:
 
 
 def action_times(run: RecordedRun) -> list[ActionTime]:
-    """Stage by stage; none if the run has no trace, or its trace no actions."""
+    """Return the times of actions by stage and kind; none without actions in a trace."""
     measured, planned = _milliseconds(run.trace, "measured"), _milliseconds(run.trace, "planned")
     return [
         ActionTime(run.name, *place, len(taken), median(taken), median(planned[place]) if place in planned else None)
@@ -204,7 +222,7 @@ def action_times(run: RecordedRun) -> list[ActionTime]:
 
 
 def _milliseconds(events: Sequence[dict[str, Any]], track: str) -> dict[tuple[int, str], list[float]]:
-    """By (stage, category) the lengths of the actions on the track of this name, of all ranks."""
+    """Return (stage, category) → durations of the actions of all ranks, on the track of this name."""
     tracks = {
         (e.get("pid"), e.get("tid"))
         for e in events
@@ -221,7 +239,7 @@ def _milliseconds(events: Sequence[dict[str, Any]], track: str) -> dict[tuple[in
 
 
 def fullest(report: MemoryReport) -> dict[int, int]:
-    """Of each pp rank the rank that held the most."""
+    """Return pp rank → the rank that held the most bytes."""
     pp_ranks = {action.rank: action.pp_rank for action in report.actions}
     held = {rank: sum(row.measured for row in report.rows if _is_part_of(row, rank)) for rank in sorted(pp_ranks)}
     found: dict[int, int] = {}
@@ -237,7 +255,7 @@ def _is_part_of(row: Compared, rank: int) -> bool:
 
 
 def category_bars(runs: Sequence[RecordedRun]) -> Bars | None:
-    """Two bars for each pp rank of each run: measured, and planned below it."""
+    """Return two bars for each pp rank of each run: measured, and planned below it."""
     rows: list[Row] = []
     for run, report in measured_runs(runs):
         for pp_rank, rank in fullest(report).items():
@@ -258,18 +276,17 @@ def measured_runs(runs: Sequence[RecordedRun]) -> list[tuple[RecordedRun, Memory
 
 
 def memory_sections(runs: Sequence[RecordedRun]) -> list[Section]:
-    """A table of ranks and categories, and one of the actions of each pp rank; none without such a report."""
+    """Return a table of ranks and categories, and one of the actions of the fullest rank of each pp rank."""
     ranks, actions = [], []
     for run, report in measured_runs(runs):
         ranks += [(run.name, *_cells(row)) for row in report.rows]
         drawn = set(fullest(report).values())
         actions += [(run.name, *_action_cells(action)) for action in report.actions if action.rank in drawn]
     note = "saved for microbatches in flight; the fullest rank of each pp rank"
-    found = [
+    return [
         Section("Memory of ranks", _RANKS, tuple(ranks), "by `meshwright memory`", frozenset(_RANKS[3:])),
         Section("Memory by action", _OF_ACTIONS, tuple(actions), note, frozenset(_OF_ACTIONS[4:])),
     ]
-    return [section for section in found if section.rows]
 
 
 def _cells(row: Compared) -> tuple[str, ...]:

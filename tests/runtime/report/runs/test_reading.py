@@ -1,6 +1,7 @@
 """Logs of runs are read whole or refused by line; a line that a kill cut short is no error."""
 
 import json
+import re
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_last_line_cut_short_is_left_out_but_none_before_it(tmp_path):
     ("change", "words"),
     [
         (lambda row: row.pop("loss"), "another version.*misses loss"),
-        (lambda row: row.update(entropy=1.0), "another version.*unknown entropy"),
+        (lambda row: row.update(entropy="high"), "another version.*unknown entropy"),
         (lambda row: row.update(loss="low"), "damaged: loss: "),
     ],
 )
@@ -156,3 +157,16 @@ def test_json_of_a_report_has_every_step_under_its_run(tmp_path):
     told = json.loads(CliRunner().invoke(app, ["report", str(tmp_path), "--format", "json"]).output)
     assert [(run["name"], run["actions"], run["memory"]) for run in told] == [("a", [], None), ("b", [], None)]
     assert [StepRow(**step) for run in told for step in run["steps"]] == [*rows(), *rows()]
+
+
+def test_figures_of_the_users_own_are_reported(tmp_path):
+    values = [asdict(row) | {"loss/books": 4.0 / row.step, "own": float("nan")} for row in rows()]
+    log = write(tmp_path / "run.jsonl", values)
+    table = CliRunner().invoke(app, ["report", str(log)]).stdout
+    assert "Figures of your own" in table
+    assert re.search(r"run +loss/books +4 +1.333 +1.333 +4\n", table)
+    assert re.search(r"run +own +nan +nan +nan +nan\n", table)
+    assert "loss/books over steps: run" in CliRunner().invoke(app, ["report", str(log), "--format", "html"]).stdout
+    steps = json.loads(CliRunner().invoke(app, ["report", str(log), "--format", "json"]).stdout)[0]["steps"]
+    assert [step["loss/books"] for step in steps] == [4.0, 2.0, 4.0 / 3]
+    assert steps[0].keys() == values[0].keys()
