@@ -151,10 +151,7 @@ def search_command(
     ] = None,
     peft: Peft = None,
 ) -> None:
-    """Rank the layouts for all `auto` keys of the spec, fastest first, each with its seconds and memory.
-
-    Each layout behind the first carries the reason why it is slower.
-    """
+    """Rank the layouts for all `auto` keys of the spec, fastest first, with the reason why each other one is slower."""
     from planner.api import find_layouts
     from planner.capture.model.reference import load_model, named
     from planner.search.winner import chosen, result_sections, result_to_dict, winner_text
@@ -218,7 +215,9 @@ def _groups_section(kind: str, groups: dict[str, list[list[int]]], world_size: i
 
 def _axis_name(token: str, kind: str) -> str:
     """Return the name of an axis in the table: etp and edp for experts. JSON keeps the names tp and dp."""
-    names = {"tp": "etp", "dp": "edp"} if kind == "expert" else {}
+    from planner.mesh import EXPERT_AXES
+
+    names = {name: axis for axis, name in EXPERT_AXES.items()} if kind == "expert" else {}
     return "-".join(names.get(axis, axis) for axis in token.split("-"))
 
 
@@ -266,10 +265,8 @@ def schema_command(
 
 
 def write_text(text: str | Iterable[str], path: Path | None = None, option: str = "--output") -> None:
-    """Write ``text`` to stdout or to ``path``: one string as complete lines, several parts unchanged.
-
-    Raises PlanError, with ``option`` as its place, if the output cannot be written.
-    """
+    """Write ``text`` to stdout or ``path``; one string ends with a newline, several parts are unchanged. Raises
+    PlanError at ``option`` if the output cannot be written."""
     if isinstance(text, str):
         text = (text if text.endswith("\n") else text + "\n",)
     if path is None:

@@ -1,4 +1,4 @@
-"""Options of a command as fields of dataclasses: each is described once, and the command gets one object of a group.
+"""Command-line options as fields of dataclasses: each is described once, and the command receives one object per group.
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
@@ -20,7 +20,7 @@ import typer
 
 Load = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Load weights from a save of `train`, or a directory of saves, of any layout."),
+    typer.Option(metavar="DIR", help="Load the weights of this save, or of the last save in a directory; any layout."),
 ]
 Tokenizer = Annotated[
     str | None, typer.Option(metavar="FILE", help="A tokenizer.json for the text; default: bytes are the tokens.")
@@ -31,37 +31,37 @@ NumRanks = Annotated[int | None, typer.Option(help="Number of local processes; d
 def option(
     help: str, metavar: str | None = None, *names: str, default: Any = None, mark: str = "", **limits: Any
 ) -> Any:
-    """A field that is an option, required if ``default`` is MISSING. ``names``: in place of ``--name``; ``mark``: for
-    readers of the group; ``limits``: of its value, as typer has them."""
+    """Return a field that becomes an option, required if ``default`` is MISSING. ``names``: spellings instead of
+    ``--name``; ``mark``: a note for code that reads the fields; ``limits``: of the value, in typer's names."""
     described = typer.Option(*names, metavar=metavar, help=help, **limits)
     return field(default=default, metadata={"option": described, "mark": mark})
 
 
 def flag(help: str, *names: str, mark: str = "") -> Any:
-    """An option without a value, False if it is left out. ``names``: beside ``--name``."""
+    """Return a field that becomes an option without a value, False by default. ``names``: further spellings."""
     return field(default=False, metadata={"flag": (help, names), "mark": mark})
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The last parameters of the command, one for each of ``groups``, come from the fields of these as options."""
+    """Decorate a command that takes one object of each of ``groups`` last: their fields become its options."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())
         arguments, taken = own[: -len(groups)], [parameter.name for parameter in own[-len(groups) :]]
 
         @wraps(command)
-        def call(**given: Any) -> None:
-            made = {
-                name: group(**{f.name: given.pop(f.name) for f in fields(group) if f.name in given})
+        def call(**values: Any) -> None:
+            objects = {
+                name: group(**{f.name: values.pop(f.name) for f in fields(group) if f.name in values})
                 for name, group in zip(taken, groups, strict=True)
             }
-            command(**given, **made)
+            command(**values, **objects)
 
         parameters = [*arguments, *(option for group in groups for option in _options(group))]
         required_first = sorted(parameters, key=lambda p: p.default is not inspect.Parameter.empty)
         call.__signature__ = inspect.Signature(required_first)  # pyright: ignore[reportAttributeAccessIssue]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in required_first}
-        del call.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]  # its hints would be read in place of ours
+        del call.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]  # else typer reads the hints of the command
         return call
 
     return decorate

@@ -14,7 +14,7 @@ EPILOG = "Example: meshwright calibrate -o this-machine.yaml --nproc 4"
 class Options:
     output: Path | None = option("Write to this file instead of stdout.", "CLUSTER.yaml", "-o", "--output")
     nproc: int | None = option(
-        "Number of ranks that measure at the same time; default: the number of GPUs, or of CPU cores."
+        "Number of ranks that run at the same time; default: the number of GPUs, or of CPU cores without a GPU."
     )
     seconds: float = option("Approximate duration of the measurement.", default=12.0)
 
@@ -23,7 +23,7 @@ class Options:
 def calibrate_command(asked: Options) -> None:
     """Measure the devices and links of this machine, and write a cluster file.
 
-    Products, attention, memory and collectives, on local processes that it starts itself, all at the same time.
+    Starts the local processes itself. All ranks time matrix products, attention, copies and collectives at once.
     """
     from runtime.calibrate.run import calibrate
 

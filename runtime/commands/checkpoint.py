@@ -1,4 +1,4 @@
-"""The command ``meshwright checkpoint``: which saves a directory holds, whether they are intact, and one as weights."""
+"""The command ``meshwright checkpoint``: lists the saves of a directory, verifies them, or exports one."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def checkpoint_command(
     from runtime.checkpoint.manifest import MANIFEST
     from runtime.checkpoint.saves import LATEST, latest_in, saves_in
 
-    if asked.ema and asked.export is None:
-        what = "--ema selects the weights for --export, which is not given"
-        raise PlanError(what, where="--ema", fix="add --export HF_DIR, or remove --ema")
+    for name, is_set in (("--ema", asked.ema), ("--names", asked.names != "hf")):
+        if is_set and asked.export is None:
+            what = f"{name} applies to --export, which is not given"
+            raise PlanError(what, where=name, fix=f"add --export HF_DIR, or remove {name}")
     if asked.export is not None:
         export_save(directory, asked.export, ema=asked.ema, names=asked.names)
         return
@@ -69,7 +70,7 @@ def checkpoint_command(
 
 
 def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bool]:
-    """The table row of a save, and whether the save is sound."""
+    """Return the table row of a save, and whether the save is intact."""
     from runtime.checkpoint.saves import look, verify
 
     try:
@@ -83,7 +84,7 @@ def _row(save: Path, thorough: bool, is_last: bool) -> tuple[tuple[str, ...], bo
 
 def _layout(manifest: Manifest) -> str:
     mesh = manifest.mesh
-    usual = {"etp": mesh.get("tp"), "edp": mesh.get("edp")}  # sizes that follow from the others are not shown
+    usual = {"etp": mesh.get("tp"), "edp": mesh.get("edp")}  # omit sizes that follow from the others
     text = " · ".join(f"{axis} {size}" for axis, size in mesh.items() if size != usual.get(axis, 1))
     is_shared = mesh.get("dp", 1) * mesh.get("cp", 1) != 1
     return (text or "1 rank") + (", ZeRO-1" if manifest.zero and is_shared else "")

@@ -26,7 +26,7 @@ _MOST_BYTES = 64 * MIB
 
 
 def is_saved_plan(path: Path) -> bool:
-    """Whether the file holds JSON with a plan's version; a spec has none. Raises PlanError unless it is a text file."""
+    """Return whether the file is JSON with the key ``version``, unlike a spec. Raises PlanError for a binary file."""
     text = read_text(path, "plan or spec", most_bytes=_MOST_BYTES, fix="give two saved plans, or two specs")
     if not text.lstrip().startswith("{"):
         return False
@@ -41,7 +41,7 @@ def is_saved_plan(path: Path) -> bool:
 
 
 def two_plans(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
-    """Both loaded, or both made of ``model``. Raises PlanError if they are not of one kind."""
+    """Load two saved plans, or plan ``model`` with two specs. Raises PlanError if the files are of different kinds."""
     kinds = [is_saved_plan(path) for path in (first, second)]
     if kinds[0] != kinds[1]:
         plan, spec = (first, second) if kinds[0] else (second, first)
@@ -69,7 +69,7 @@ def _planned(first: Path, second: Path, model: str | None) -> tuple[Plan, Plan]:
             fix="add --model MODEL if they are specs; otherwise save plans with `meshwright plan MODEL SPEC "
             "--format json`",
         )
-    specs = Spec.load(first), Spec.load(second)  # both are checked before anything takes long
+    specs = Spec.load(first), Spec.load(second)  # check both specs before the first plan, which takes long
     return plan(load_model(model), specs[0]), plan(load_model(model), specs[1])
 
 

@@ -16,7 +16,7 @@ EPILOG = (
 @dataclass(frozen=True, kw_only=True)
 class Options:
     data: str = option(
-        "Token file; or text file or directory; or stdlib (Python's own source).", "PATH|stdlib", default=MISSING
+        "Token file, text file or directory, or stdlib (Python's own source).", "PATH|stdlib", default=MISSING
     )
     perplexity: bool = flag("Perplexity over sliding windows (the default).")
     cloze: bool = flag("Cloze accuracy: predict all tokens of the last word of each document.")
@@ -39,7 +39,7 @@ class Options:
 def evaluate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     """Evaluate a language model on held-out text: perplexity or cloze accuracy. Works with every layout.
 
-    Starts the local processes itself; under torchrun it is one of them.
+    Starts its local processes itself, or runs as a rank of torchrun.
     """
     from planner.capture.model.reference import named
     from runtime.evaluation.run import Evaluation, Weights, evaluate
@@ -58,7 +58,7 @@ def evaluate_command(model: Model, spec: SpecFile, asked: Options) -> None:
 
 
 def _check_options(asked: Options) -> None:
-    """Raises PlanError for options that exclude each other."""
+    """Raise PlanError for options that exclude each other."""
     if asked.perplexity and asked.cloze:
         raise PlanError("--perplexity and --cloze cannot be combined", where="--cloze", fix="remove one of them")
     for name, value in (("--stride", asked.stride), ("--original-tokens", asked.original_tokens)):

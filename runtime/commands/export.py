@@ -1,4 +1,4 @@
-"""The commands ``meshwright export`` and ``import``: a save as a Hugging Face directory, and back."""
+"""The commands ``meshwright export`` and ``import``: a save becomes a Hugging Face directory, and the reverse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPORT_EPILOG = (
 Names = Annotated[
     str,
     typer.Option(
-        "--names", metavar="hf|model", help="Tensors and names of the directory that was loaded, or of the model."
+        "--names", metavar="hf|model", help="hf: tensors named as in the directory that was loaded; model: as in MODEL."
     ),
 ]
 
@@ -39,7 +39,7 @@ def export_command(
 
 
 def export_save(run: Path, directory: Path, *, ema: bool, names: str = "hf") -> None:
-    """Raises PlanError without a save, for a damaged one, and for a directory that cannot be written."""
+    """Export a save to ``directory``. Raises PlanError for a missing or damaged save, or an unwritable directory."""
     from runtime.checkpoint.conversion import export
     from runtime.checkpoint.model_files import files_of_run, told_of_changes, write_files
     from runtime.checkpoint.saves import resolve, verify
@@ -48,10 +48,10 @@ def export_save(run: Path, directory: Path, *, ema: bool, names: str = "hf") -> 
     with shown_if_slow(f"verifying {save.name}"):
         manifest = verify(save)
     export(save, manifest, directory, averaged=ema, names=names)
-    for told in told_of_changes(save, manifest):
-        say(told)
+    for line in told_of_changes(save, manifest):
+        say(line)
     write_files(files_of_run(save), directory)
-    write_text(f"{save} → {directory}{_told_of_adapters(manifest)}{_told_of_dtypes(manifest)}")
+    write_text(f"{save} → {directory}{_adapters_note(manifest)}{_dtypes_note(manifest)}")
 
 
 def import_command(
@@ -72,7 +72,7 @@ def import_command(
     write_text(f"{directory} → {save}: {num_tensors} tensors")
 
 
-def _told_of_dtypes(manifest: Manifest) -> str:
+def _dtypes_note(manifest: Manifest) -> str:
     from planner.capture.model.hub_format import stored_in
 
     kind = stored_in(manifest.texts.get("config.json"))
@@ -80,7 +80,7 @@ def _told_of_dtypes(manifest: Manifest) -> str:
     return f": was {kind}, is {', '.join(dtypes)}" if kind else ""
 
 
-def _told_of_adapters(manifest: Manifest) -> str:
+def _adapters_note(manifest: Manifest) -> str:
     if manifest.adapters is None:
         return ""
     kinds = ", ".join(str(config.get("peft_type", "adapter")) for config in manifest.adapters.configs.values())

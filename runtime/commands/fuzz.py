@@ -24,18 +24,21 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class Options:
-    """Of tests.fuzz too, which draws models."""
+    """The options of this command, and of tests.fuzz, which draws models too."""
 
-    cases: int | None = option("Number of cases; 20 without --minutes.", min=1)
-    minutes: float | None = option("Start no new case after this time.", min=0.0)
-    seed: int = option("Seed of the first model; each further model adds 1.", default=0, min=0)
-    specs: int = option("Specs per model, which is captured once.", default=4, min=1)
-    nproc: int = option("Maximum number of ranks in a case.", default=4)
+    cases: int | None = option("Number of cases; default: 20, or unlimited with --minutes.", "N", min=1)
+    minutes: float | None = option("Start no new case after this time.", "MINUTES", min=0.0)
+    seed: int = option("Seed of the first round of specs; each further round adds 1.", "N", default=0, min=0)
+    specs: int = option("Specs per round; the model is captured once per round.", "N", default=4, min=1)
+    nproc: int = option("Maximum number of ranks in a case.", "N", default=4)
     case: Path | None = option("Rerun the case in this file instead of drawing cases.", "FILE")
     folder: Path = option("Directory for the files of failing cases.", "DIR", default=Path())
 
     def check(self) -> None:
-        """Raises PlanError."""
+        """Raise PlanError for options that do not fit together, or a directory that does not exist."""
+        if self.case is not None and (self.cases, self.minutes) != (None, None):
+            what = "--case reruns one case: --cases and --minutes have no effect"
+            raise PlanError(what, where="--case", fix="remove --cases and --minutes, or --case")
         if self.nproc < 2:
             raise PlanError("a case needs at least 2 ranks", where="--nproc", fix="give 2 or more")
         if not self.folder.is_dir():
@@ -53,8 +56,8 @@ def fuzz_command(
 ) -> None:
     """Draw random specs for your model, and compare each plan with one process: loss, gradients and three updates.
 
-    Also the plan's file, its memory, and a save that another layout goes on from. Runs on CPUs alone. A failing case is
-    shrunk to a minimal one and written to a file. Exit 1 on a failure.
+    Each case also checks the saved plan, the predicted memory, and a save that another layout resumes from. Runs on the
+    CPU only. A failing case is reduced to a minimal one and written to a file. Exit 1 on a failure.
     """
     from runtime.fuzz.campaign import Campaign
     from runtime.fuzz.case import Case, OwnModel
@@ -66,14 +69,14 @@ def fuzz_command(
             what = "--case cannot be combined with MODEL: the file of a case contains its model"
             raise PlanError(what, where="--case", fix="remove MODEL and SPEC")
         run_again(Case.load(asked.case, lambda values: OwnModel(**values)), asked)
-    reference, given = _needed(model, spec)
+    reference, spec = _needed(model, spec)
     prepare()
-    own = OwnModel.read(reference, given, asked.nproc)
+    own = OwnModel.read(reference, spec, asked.nproc)
     run_cases(Campaign(asked.seed, asked.nproc, asked.folder, say, lambda _: own, asked.specs), asked, COMMAND)
 
 
 def run_cases(campaign: Campaign, asked: Options, command: str) -> None:
-    """Draw cases and print the summary; ends the program if one failed. ``command``: that runs a file again."""
+    """Draw cases and print the summary. Exits with 1 if a case failed. ``command``: the command that reruns a file."""
     from runtime.fuzz.campaign import COLUMNS, processor_seconds, told
 
     before, cases, minutes = processor_seconds(), asked.cases, asked.minutes
@@ -87,15 +90,15 @@ def run_cases(campaign: Campaign, asked: Options, command: str) -> None:
         raise typer.Exit(FAILED)
 
 
-def run_again(given: Case, asked: Options) -> None:
-    """Run a case from a file, print its outcome, and end the program."""
+def run_again(case: Case, asked: Options) -> None:
+    """Run a case from a file, print its outcome, and exit."""
     from runtime.fuzz.campaign import Campaign
     from runtime.fuzz.forks import prepare
 
     prepare()
-    outcome = Campaign(0, asked.nproc, asked.folder, say, lambda _: given.model).outcome_of(given)
+    outcome = Campaign(0, asked.nproc, asked.folder, say, lambda _: case.model).outcome_of(case)
     words = f"{outcome.verdict}: {outcome.words}" if outcome.words else str(outcome.verdict)
-    typer.echo(f"{words}\n{given}")
+    typer.echo(f"{words}\n{case}")
     raise typer.Exit(FAILED if outcome.verdict.is_failure else 0)
 
 
@@ -104,8 +107,9 @@ say = partial(typer.echo, err=True)  # progress
 
 def _needed(model: str | None, spec: Path | None) -> tuple[str, Path]:
     if model is None:
-        what = "`meshwright fuzz` draws specs for a model of yours, and MODEL is missing"
-        raise PlanError(what, where="MODEL", fix="give MODEL and SPEC, or --case FILE to run a failing case again")
+        what = "`meshwright fuzz` draws specs for your own model, but MODEL is missing"
+        raise PlanError(what, where="MODEL", fix="give MODEL and SPEC, or --case FILE to rerun a failing case")
     if spec is None:
-        raise PlanError("MODEL needs inputs and a batch", where="SPEC", fix="give a SPEC with `inputs` and `batch`")
+        what = "SPEC is missing, which describes the inputs and the batch of MODEL"
+        raise PlanError(what, where="SPEC", fix="give a SPEC with `inputs` and `batch`")
     return model, spec

@@ -16,29 +16,31 @@ EPILOG = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    prompt: list[str] | None = option("A text to continue; give it several times.", "TEXT")
-    chat: str | None = option("A message that the model answers, by its chat template.", "TEXT")
-    messages: Path | None = option("A conversation that the model answers.", "FILE.json")
+    prompt: list[str] | None = option("A text to continue; may be repeated.", "TEXT")
+    chat: str | None = option("A user message to answer, in the model's chat template.", "TEXT")
+    messages: Path | None = option(
+        "A conversation to answer: a JSON list of objects with role and content.", "FILE.json"
+    )
     load: Load = None
     ema: bool = flag("With --load: use the running mean of the weights (optimizer.ema).")
     tokenizer: Tokenizer = None
-    max_new_tokens: int | None = option("New tokens of each prompt; default: as many as fit, up to 64.", "N")
-    temperature: float = option("0: the most probable token; above it, tokens are sampled.", "T", default=0.0)
+    max_new_tokens: int | None = option("New tokens per prompt; default: as many as fit, up to 64.", "N")
+    temperature: float = option("0: take the most probable token; above 0: sample.", "T", default=0.0)
     top_k: int | None = option("Sample among the K most probable tokens.", "K")
-    top_p: float | None = option("Sample among the most probable tokens that have the share P together.", "P")
+    top_p: float | None = option("Sample among the most probable tokens, up to a total probability of P.", "P")
     seed: int = option("Seed for sampling.", "N", default=0)
     nproc: NumRanks = None
     format: Format = option("Output format.", default="table")
     output: Output = None
     peft: Peft = None
-    no_kv_cache: bool = flag("Keep no keys and values: each token runs the whole forward.")
+    no_kv_cache: bool = flag("Cache no keys and values: run the whole forward for each new token.")
 
 
 @takes(Options)
 def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     """Continue texts with a model, to try it out. Works with every layout.
 
-    Starts the local processes itself; under torchrun it is one of them.
+    Starts its local processes itself, or runs as a rank of torchrun.
     """
     from planner.capture.model.reference import named
     from runtime.engine.next_tokens import Choice
@@ -48,22 +50,21 @@ def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     choice = Choice(asked.temperature, asked.top_k, asked.top_p, asked.seed)
     weights = Weights(named(model, asked.peft), asked.load, asked.ema)
     cache = False if asked.no_kv_cache else None
-    made = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, cache, tokenizer=tokenizer)
-    if (found := generate(made, asked.nproc)) is None:
+    generation = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, cache, tokenizer=tokenizer)
+    if (continued := generate(generation, asked.nproc)) is None:
         return
     if asked.format == "json":
-        write_text(json.dumps([each.to_dict() for each in found], indent=2), asked.output)
+        write_text(json.dumps([each.to_dict() for each in continued], indent=2), asked.output)
     else:
         is_chat = not asked.prompt
-        texts = (each.text if is_chat else f"{each.prompt}{each.text}" for each in found)
+        texts = (each.text if is_chat else f"{each.prompt}{each.text}" for each in continued)
         write_text("\n\n".join(texts), asked.output)
 
 
 def _prompts(model: str, asked: Options) -> tuple[tuple[str, ...], str | None]:
-    """The texts to continue, and their tokenizer: with --chat or --messages, by default that of the run, else of a
-    ``hf:`` directory.
+    """Return the texts to continue, and their tokenizer.
 
-    Raises PlanError.
+    --chat and --messages default to the tokenizer of the run of --load, else of MODEL's directory. Raises PlanError.
     """
     if bool(asked.prompt) + (asked.chat is not None) + (asked.messages is not None) != 1:
         what = "give one of --prompt, --chat and --messages"
@@ -76,11 +77,11 @@ def _prompts(model: str, asked: Options) -> tuple[tuple[str, ...], str | None]:
     from runtime.engine.prompts import tokenizer_in
 
     tokenizer = asked.tokenizer or _tokenizer_of_run(asked.load) or model.removeprefix("hf:")
-    given = [{"role": "user", "content": asked.chat}]
+    messages = [{"role": "user", "content": asked.chat}]
     if asked.messages is not None:
-        given = read_json(asked.messages, "conversation", fix="write a list of objects with role and content")
+        messages = read_json(asked.messages, "conversation", fix="write a list of objects with role and content")
     try:
-        row = {"messages": [*given, {"role": "assistant", "content": "x"}]} if isinstance(given, list) else {}
+        row = {"messages": [*messages, {"role": "assistant", "content": "x"}]} if isinstance(messages, list) else {}
         talk = conversation_of(row, "messages", None, "all").messages[:-1]
         with tokenizer_in(tokenizer) as place:
             return (ChatTokenizer(place).render(talk, None, generates=True),), tokenizer
@@ -89,7 +90,7 @@ def _prompts(model: str, asked: Options) -> tuple[tuple[str, ...], str | None]:
 
 
 def _tokenizer_of_run(load: str | None) -> str | None:
-    """The directory that the run of a save keeps its tokenizer in, if it has one. Raises PlanError for no save."""
+    """Return the tokenizer directory of the run that wrote the save ``load``, or None. Raises PlanError for no save."""
     from runtime.checkpoint.model_files import FOLDER
     from runtime.checkpoint.saves import resolve
 

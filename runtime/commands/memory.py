@@ -1,4 +1,4 @@
-"""The command ``meshwright memory``: predicted memory beside what each rank holds."""
+"""The command ``meshwright memory``: compares predicted and measured memory of each rank."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ CHECK_FAILED = 1
 
 @dataclass(frozen=True)
 class Options:
-    evaluate: bool = flag("Compare an evaluation instead: no gradients, no optimizer state.")
+    evaluate: bool = flag("Run an evaluation instead of a training step: no gradients, no optimizer state.")
     format: Format = option("Output format.", default="table")
     output: Output = None
     peft: Peft = None
@@ -22,7 +22,7 @@ class Options:
 
 @takes(Options)
 def memory_command(model: Model, spec: SpecFile, asked: Options) -> None:
-    """Run a step and compare predicted memory with what each rank holds. Exit 1 if they differ by more than 1 % in
+    """Run a step and compare predicted with measured memory of each rank. Exit 1 if they differ by more than 1 % in
     parameters, gradients and optimizer state, or 3 % in activations.
 
     Starts the local processes itself.

@@ -1,4 +1,4 @@
-"""The command ``meshwright plan``: the tables of a plan, its file, its passes, or the ways to shard one parameter."""
+"""The command ``meshwright plan``: prints a plan, its passes, or the shardings of one parameter, or writes its file."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,12 @@ class Options:
     format: PlanFormat = option("Output format.", default="table")
     output: Output = None
     full: bool = flag("Print a row for every block, including repeated ones.")
-    passes: bool = flag("Print the changes of each pass in the graphs of one rank, instead of the plan.")
+    passes: bool = flag("Instead of the plan, print the changes that each pass makes to the graphs of one rank.")
     rank: int | None = option("Rank for --passes; default: 0.", "N")
     why: str | None = option(
-        "Print the cost of each way to shard one parameter (a dotted name, or a glob), instead of the plan.", "NAME"
+        "Instead of the plan, print the cost of each way to shard a parameter (dotted name or glob).", "NAME"
     )
-    length: int | None = option("Of several lengths, the one to print; default: the greatest.", "N")
+    length: int | None = option("Sequence length to print, if the spec has several; default: the longest.", "N")
     peft: Peft = None
 
 
@@ -69,10 +69,14 @@ def plan_command(model: Model, spec: SpecFile, asked: Options) -> None:
 
 
 def _check(asked: Options) -> None:
-    """An option that would have no effect is an error."""
+    """Raise PlanError for an option without effect."""
     format, passes = asked.format, asked.passes
     if format == "pt" and (asked.output is None or asked.output.suffix != ".pt"):
-        raise PlanError("a plan that runs is a file with a name in .pt", where="--format pt", fix="add -o plan.pt")
+        what = "--format pt writes a plan that ranks load, to a file with the suffix .pt"
+        raise PlanError(what, where="--format pt", fix="add -o plan.pt")
+    if asked.full and (asked.why is not None or format not in ("table", "html")):
+        what = "--full adds rows to tables, to an HTML page or to --passes"
+        raise PlanError(what, where="--full", fix="remove --full, or --why and --format")
     if asked.rank is not None and not passes:
         what = "--rank selects a rank for --passes, which is not given"
         raise PlanError(what, where="--rank", fix="add --passes, or remove --rank")

@@ -1,4 +1,4 @@
-"""The command ``meshwright prepare``: texts become a token file that training and evaluation read as a map."""
+"""The command ``meshwright prepare``: texts become a token file that training and evaluation memory-map."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ EPILOG = (
 TABLE = "Documents by the shortest sequence that holds them; longer ones are cut"
 COLUMNS = ("up to", "documents", "tokens", "padding", "mean document")
 
-_MOST_DIGITS = 12  # of a length: int64 holds such a number of tokens
+_MOST_DIGITS = 12  # of a length, so that every length fits into int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the command, beside those of instruction data."""
+    """The options of the command, except those of instruction data."""
 
     output: Path = option("Token file to write.", "FILE", "-o", "--output", default=MISSING)
     tokenizer: str | None = option(
         "A tokenizer.json of the library `tokenizers`, or a model's directory; default: bytes are the tokens.",
         "FILE|DIR",
     )
-    split_documents: Split = option("End of a document.", default=Split.file)
-    field: str | None = option("With --split-documents json: the field that holds the text; default: text.", "NAME")
-    end_token: str | None = option("Token that ends a document, if the tokenizer does not define one.", "TOKEN")
-    bucket: str | None = option("Count documents by these lengths of a sequence, to choose `inputs` by.", "N,N,…")
+    split_documents: Split = option(
+        "Unit that is one document: a file, a line, a block between blank lines, or a JSON row.", default=Split.file
+    )
+    field: str | None = option("With --split-documents json: field of the text; default: text.", "NAME")
+    end_token: str | None = option("Token at the end of a document, if the tokenizer does not define one.", "TOKEN")
+    bucket: str | None = option("Count the documents that fit into each of these sequence lengths.", "N,N,…")
 
 
 @takes(Options, Instruction)
@@ -53,7 +55,7 @@ def prepare_command(
     asked: Options,
     instruction: Instruction,
 ) -> None:
-    """Tokenize texts once, into a file that training memory-maps; or conversations, with the answers as labels."""
+    """Tokenize texts, or conversations with their answers as labels, into a file that training memory-maps."""
     from runtime.data.buckets import rows_of
     from runtime.data.instruction.prepare import prepare_samples
     from runtime.data.objectives.samples import counts_of
@@ -63,20 +65,20 @@ def prepare_command(
     from runtime.data.token_writer import prepare, texts_of
 
     tokenizer, output = asked.tokenizer, asked.output
-    lengths, is_of_samples, told = _lengths(asked.bucket), instruction.makes_samples(tokenizer), []
+    lengths, is_of_samples, notes = _lengths(asked.bucket), instruction.makes_samples(tokenizer), []
     is_of_rows = is_of_samples or instruction.text is not None
     _check_options(asked, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
     files = texts_of(texts, output)
     with bar("reading", sum(map(size_of, files)), of_bytes=True) as advance:
         if is_of_samples and tokenizer is not None:
-            header, told = prepare_samples(files, output, tokenizer, instruction, advance)
+            header, notes = prepare_samples(files, output, tokenizer, instruction, advance)
         else:
             begins = instruction.begin_token == "auto"
             encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, asked.end_token, begins=begins)
             split = Split.json if is_of_rows else asked.split_documents
             name = instruction.text or asked.field or "text"
             header = prepare(files, output, encoder, split, name, advance, instruction.split)
-    write_text("\n".join(told if instruction.json else [summary(header, output), *told]))
+    write_text("\n".join(notes if instruction.json else [summary(header, output), *notes]))
     if instruction.length is not None and not instruction.json:
         write_text(counts_of(read_tokens(str(output)), instruction.length))
     if lengths and not instruction.json:
@@ -84,20 +86,20 @@ def prepare_command(
 
 
 def _lengths(text: str | None) -> list[int]:
-    """Ascending numbers. Raises PlanError for anything else."""
+    """Return the ascending lengths in ``text``. Raises PlanError for other text."""
     parts = [] if text is None else text.split(",")
-    found = [int(part) for part in parts if part.strip().isdecimal() and len(part) <= _MOST_DIGITS and int(part)]
-    if len(found) < len(parts) or found != sorted(set(found)):
-        what = f"--bucket {shorten(text, 60)}: these are no ascending lengths"
+    lengths = [int(part) for part in parts if part.strip().isdecimal() and len(part) <= _MOST_DIGITS and int(part)]
+    if len(lengths) < len(parts) or lengths != sorted(set(lengths)):
+        what = f"--bucket {shorten(text, 60)}: not a list of ascending lengths"
         raise PlanError(what, where="--bucket", fix="write 256,512,1024")
-    return found
+    return lengths
 
 
 def _check_options(asked: Options, *, is_of_rows: bool, is_of_samples: bool) -> None:
-    """An option that would have no effect is an error."""
+    """Raise PlanError for an option without effect."""
     split, end_token = asked.split_documents, asked.end_token
     if (is_of_rows and split is not Split.file) or (is_of_samples and end_token is not None):
-        what = "rows end by themselves, answers as templates say: --split-documents and --end-token are for texts"
+        what = "--split-documents and --end-token apply to texts: each row is a document, and templates end answers"
         raise PlanError(what, where="--split-documents", fix="remove these options")
     if asked.field is not None and split is not Split.json:
         fix = "add --split-documents json, or remove --field"
@@ -108,7 +110,7 @@ def _check_options(asked: Options, *, is_of_rows: bool, is_of_samples: bool) -> 
 
 
 def summary(header: Header, output: Path) -> str:
-    """The summary of the token file, in two lines."""
+    """Return the summary of the token file, in two lines."""
     special = ", ".join(f"{use} {index}" for use, index in header.special.items()) or "none"
     if header.supervised:
         share = f"{header.words:,} of them labels ({header.words / header.tokens:.1%})"

@@ -22,17 +22,17 @@ def report_command(
 ) -> None:
     """Compare runs over steps: losses, norms, rates, tokens per second, memory and bubble.
 
-    A trace that lies beside a log (trace.json, or NAME.json beside NAME.jsonl) gives the times of actions, measured
-    beside planned.
+    If a trace lies beside a log (trace.json, or NAME.json beside NAME.jsonl), the report also compares measured with
+    planned times of the actions.
     """
     from runtime.report.runs.page import page
     from runtime.report.runs.reading import read_runs
     from runtime.report.runs.table import json_parts, sections_of
 
-    found = read_runs(runs)
+    logs = read_runs(runs)
     if format == "html":
-        write_text(page(found), output)
+        write_text(page(logs), output)
     elif format == "json":
-        write_text(json_parts(found), output)
+        write_text(json_parts(logs), output)
     else:
-        show_sections(sections_of(found), output)
+        show_sections(sections_of(logs), output)

@@ -1,6 +1,7 @@
 """The command ``meshwright train``.
 
-Its options are fields, those of the ranks in ``runtime.training.options``; ``job_of`` combines them for the ranks.
+``Given`` has the options that only the launching process reads, ``runtime.training.options`` those of the ranks.
+``job_of`` combines both into the job of the ranks.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ DEFAULT_STEPS = 100
 
 @dataclass(frozen=True)
 class Given:
-    """TrainOptions of the command that ranks read in another form, or not at all."""
+    """Options that the ranks do not read, or read in another form."""
 
     data: list[str] | None = option(
-        "Token file, text file or directory, stdlib (Python's own source), or a function of (rank, size) that gives a "
-        "stream. Repeat as PATH=SHARE for a mixture. Default: data.mixture of the spec.",
+        "Token file, text file or directory, stdlib (Python's own source), or a function of (rank, size) that returns "
+        "a stream. For a mixture, repeat it as PATH=SHARE. Default: data.mixture of the spec.",
         "PATH|stdlib|FILE.py:FUNCTION",
     )
     steps: int | None = option("Number of updates; default: 100.", min=1)
-    epochs: float | None = option("In place of --steps: how often each sample of the data comes.", "E")
+    epochs: float | None = option("Number of passes over the data, instead of --steps.", "E")
     nproc: NumRanks = None
-    max_restarts: int = option("Restart after a failure of a rank, at most N times.", "N", default=0, min=0)
+    max_restarts: int = option("Restart all ranks after a failure, at most N times.", "N", default=0, min=0)
     secret_file: Path | None = option(
-        "File with a secret that all hosts share; it signs the entries of ranks in the store.", "FILE"
+        "File with a secret that all hosts share; ranks sign their entries in the rendezvous store with it.", "FILE"
     )
     peft: Peft = None
     show_plan: bool = flag("Print the plan first.")
     validation_data: list[str] | None = option(
-        "Text or token file to validate on; give it several times. The first decides --keep-best, --patience.",
+        "Text or token file to validate on; may be repeated. --keep-best and --patience follow the first.",
         "NAME=FILE",
     )
-    sample_prompt: list[str] | None = option("A text to continue; give it several times.", "TEXT")
+    sample_prompt: list[str] | None = option("A text for --sample-every to continue; may be repeated.", "TEXT")
 
 
 def job_of(model: str, spec: Path, given: Given, options: TrainOptions) -> Job:
-    """The job of the ranks."""
+    """Return the job of the ranks. Raises PlanError for options that do not fit together."""
     from planner.capture.model.reference import named
     from runtime.training.data import mixture_of_spec, named_files, read_mixture, steps_of
     from runtime.training.job import Job
@@ -71,7 +72,7 @@ def job_of(model: str, spec: Path, given: Given, options: TrainOptions) -> Job:
     if given.epochs is None:
         return job
     if given.steps is not None or not 0 < given.epochs <= MOST_EPOCHS:
-        what = f"--epochs {given.epochs:g}: give a number above 0, and no --steps beside it"
+        what = f"--epochs {given.epochs:g}: needs a number above 0, and excludes --steps"
         raise PlanError(what, where="--epochs", fix="write --epochs 3, or --steps 1000")
     return replace(job, num_steps=steps_of(job, given.epochs))
 

@@ -1,4 +1,4 @@
-"""The command ``meshwright verify``: a plan beside one process."""
+"""The command ``meshwright verify``: compares training by a plan with one process."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ CHECK_FAILED = 1
 @dataclass(frozen=True)
 class Options:
     steps: int = option("Number of updates to run and compare.", default=1, min=1)
-    tolerance: float | None = option("Relative tolerance of loss and gradients; default: from the model's precision.")
-    remove_collective: int | None = option("Remove the N-th collective, to see the check fail.", "N", min=0)
+    tolerance: float | None = option("Relative tolerance of loss and gradients; default: by the model's precision.")
+    remove_collective: int | None = option("Remove collective N, to see the comparison fail.", "N", min=0)
     output: Output = None
     peft: Peft = None
 

@@ -1,7 +1,7 @@
-"""Data of a run: batches for training and validation, and their identity, which must not change on resume.
+"""The data of a run: batches for training and validation, and their identity, which must not change on resume.
 
 --data a.tokens=0.7 --data b.tokens=0.3
-data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, without --data
+data: {mixture: {a.tokens: 0.7, b.tokens: 0.3}}      of the spec, if there is no --data
 """
 
 import math
@@ -23,15 +23,14 @@ from runtime.training.job import Job
 from runtime.training.validation import HeldOut
 
 _ADD = "add --validate-every N"
-_MOST_CHECKED = 1 << 30  # bytes of a token file that are all read before a run
+_MOST_CHECKED = 1 << 30  # bytes: smaller token files are checked completely before a run
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """``held_out``: the sets of a validation; ``validate_every``: steps between two, None for none.
-
-    ``identity``: goes with each save. ``told``: parts of the training data that were cut or left out. ``training``:
-    None for a stream.
+    """``training``: None for a stream. ``held_out``: the sets of a validation; ``validate_every``: steps from one
+    validation to the next, None for none. ``identity``: stored in each save. ``told``: lines about parts of the
+    training data that were cut or left out.
     """
 
     training: OfLength | BucketBatches | None
@@ -42,7 +41,7 @@ class RunData:
 
 
 def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
-    """The data that ``job`` reads. Raises PlanError if the text does not serve it."""
+    """Return the data of ``job``. Raises PlanError if the text does not fit the spec."""
     if is_stream(job.data):
         check_source(job)
         check_stream(job, spec)
@@ -71,7 +70,7 @@ def run_data(job: Job, spec: Spec, plan: Plan) -> RunData:
 
 
 def steps_of(job: Job, epochs: float) -> int:
-    """The steps in which every sample of the training data comes ``epochs`` times. Raises PlanError."""
+    """Return the number of steps of ``epochs`` passes over the training data. Raises PlanError for bad data."""
     check_source(job)
     if is_stream(job.data):
         what = f"--epochs needs data of a known size, and {job.data} is a stream"
@@ -85,10 +84,10 @@ def steps_of(job: Job, epochs: float) -> int:
 
 
 def check_validation(job: Job, spec: Spec) -> None:
-    """Raise PlanError if nothing is held out that a validation could read, or no validation reads what is given."""
+    """Raise PlanError for a validation without held-out text, or options of validations without any validation."""
     for option, is_given in (("--validation-data", job.validation_data), ("--metric", job.metric)):
         if is_given and job.validate_every is None:
-            raise PlanError(f"{option} is for validations, and there are none", where=option, fix=_ADD)
+            raise PlanError(f"{option} applies to validations, but --validate-every is missing", where=option, fix=_ADD)
     if job.validate_every is not None and not spec.data.validation and not job.validation_data:
         fix = "add --validation-data NAME=FILE, or `data: {validation: 0.05}` to the spec"
         what = "--validate-every needs held-out text, but the spec holds out none"
@@ -98,7 +97,7 @@ def check_validation(job: Job, spec: Spec) -> None:
 
 
 def _named_sets(job: Job, spec: Spec, plan: Plan) -> tuple[HeldOut, ...]:
-    """Those of ``--validation-data``. Raises PlanError if a text does not serve the spec."""
+    """Return the sets of ``--validation-data``. Raises PlanError if a text does not fit the spec."""
     found = []
     for name, file in job.validation_data:
         tokens = read_tokens(file, job.tokenizer)
@@ -111,15 +110,15 @@ def _named_sets(job: Job, spec: Spec, plan: Plan) -> tuple[HeldOut, ...]:
 
 
 def check_stream(job: Job, spec: Spec) -> None:
-    """Raise PlanError for options and keys that a stream does not serve."""
+    """Raise PlanError for options and keys that do not apply to a stream."""
     for where, is_asked in (("--compare", job.compare), ("data.validation", bool(spec.data.validation))):
         if is_asked:
-            what = f"{job.data} is a stream, which is read once, from its begin to its end"
+            what = f"{job.data} is a stream, which is read only once"
             raise PlanError(what, where=where, fix=f"leave out {where}")
 
 
 def check_roles(job: Job, spec: Spec) -> None:
-    """Raise PlanError for inputs that no text, or file of pairs, can feed."""
+    """Raise PlanError for inputs that cannot be made from the text, or the file of pairs."""
     inputs, files = spec.longest.require_inputs(), map(Path, job.sources)
     is_paired = any(is_token_file(path) and read_header(path).is_paired for path in files)
     with spec.locating():
@@ -127,19 +126,19 @@ def check_roles(job: Job, spec: Spec) -> None:
 
 
 def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:
-    """The spec of each length, with the sizes that were planned."""
+    """Return the spec of each length, with the planned sizes."""
     asked = spec.chosen(Spec.load({**plan.spec, "cluster": None}))
     return [asked.at(place) for place in range(len(spec.lengths))] or [asked]
 
 
 def check_source(job: Job) -> None:
-    """Raise PlanError for a source that is not there, or a token file that is damaged: before anything takes long."""
+    """Raise PlanError for a missing source or a damaged token file, before any long work."""
     for source in job.sources:
         if is_stream(source):
             stream_function(source)
             if job.mixture:
-                fix = "mix inside the function, and name it alone"
-                raise PlanError(f"{source} is a stream, which has no share", where="--data", fix=fix)
+                fix = "mix inside the function, and give only its name"
+                raise PlanError(f"{source} is a stream, which cannot be part of a mixture", where="--data", fix=fix)
         else:
             _check_text(source)
 
@@ -171,34 +170,34 @@ def _check_ids(tokens: Tokens, spec: Spec, plan: Plan) -> None:
 
 
 def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
-    """The one text without a share, or the first of several and all of them with theirs.
+    """Return the values ``data`` and ``mixture`` of a job: one text and no shares, or several texts with shares.
 
-    Raises PlanError if a share is missing, or no positive number.
+    Raises PlanError if a share is missing or not positive.
     """
     parts = [_part(text) for text in given]
     if len(parts) == 1 and parts[0][1] is None:
         return parts[0][0], ()
-    found = []
+    mixture = []
     for source, weight in parts:
         if weight is None or not 0 < weight < math.inf:
             what = f"--data {source} has no share" if weight is None else f"--data {source}: {weight:g} is not a share"
             raise PlanError(what, where="--data", fix="write --data PATH=SHARE for each text: --data a.txt=0.7")
-        found.append((source, weight))
-    return found[0][0], tuple(found)
+        mixture.append((source, weight))
+    return mixture[0][0], tuple(mixture)
 
 
 def mixture_of_spec(path: str) -> tuple[str, tuple[tuple[str, float], ...]]:
-    """The same, of the spec at ``path``: paths are relative to the working directory, or to the spec's.
+    """Return the same values from the spec at ``path``; its paths are relative to the working directory, or the spec's.
 
-    Raises PlanError if the spec names no text, or one that is not there.
+    Raises PlanError if the spec names no text, or one that does not exist.
     """
     spec = Spec.load(path)
     shares = spec.data.mixture
     if not shares:
         fix = "add --data PATH, or `data: {mixture: {PATH: 1}}` to the spec"
         raise PlanError("no text to train on", where="--data", fix=fix)
-    found = tuple((_place_of(source, spec, path), share) for source, share in shares.items())
-    return found[0][0], found
+    mixture = tuple((_place_of(source, spec, path), share) for source, share in shares.items())
+    return mixture[0][0], mixture
 
 
 def _place_of(source: str, spec: Spec, path: str) -> str:
@@ -222,10 +221,12 @@ def _part(text: str) -> tuple[str, float | None]:
 
 
 def named_files(given: list[str]) -> tuple[tuple[str, str], ...]:
-    """``NAME=FILE`` of ``--validation-data``. Raises PlanError for another form, or a name twice."""
-    found = [(name, file) for name, _, file in (text.partition("=") for text in given)]
-    for place, (name, file) in enumerate(found):
-        if not (name and file) or name in [other for other, _ in found[:place]]:
-            what = f"--validation-data {given[place]}: " + ("a name comes twice" if file else "no NAME=FILE")
+    """Return (name, file) of each ``--validation-data``. Raises PlanError for another form, or a repeated name."""
+    pairs = [(name, file) for name, _, file in (text.partition("=") for text in given)]
+    for place, (name, file) in enumerate(pairs):
+        if not (name and file) or name in [other for other, _ in pairs[:place]]:
+            what = f"--validation-data {given[place]}: " + (
+                "the name is repeated" if name and file else "not NAME=FILE"
+            )
             raise PlanError(what, where="--validation-data", fix="write --validation-data NAME=FILE, each name once")
-    return tuple(found)
+    return tuple(pairs)

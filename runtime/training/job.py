@@ -1,4 +1,4 @@
-"""The settings of a training run, checked before anything starts, and its plan: of model and spec, or a saved one."""
+"""The settings of a training run, checked before it starts, and its plan: made from model and spec, or loaded."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,14 +21,14 @@ DEFAULT_TRACE = "trace.json"
 OPTION = "--plan"
 _OWN = {"mark": OF_ONE_RANK}
 FRESH = (
-    "MODEL has no weights: they are drawn as `initialization` of the spec says (without --plan the model's own code "
-    "draws them)"
+    "MODEL has no weights: they are drawn by `initialization` of the spec (without --plan, the model's own code draws "
+    "them)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of a run. ``stopped``: the signal that ended it before its last step. ``failure``: why it gave up."""
+    """The result of a run. ``stopped``: the signal that ended it early. ``failure``: the reason if it failed."""
 
     rows: list[StepRow]
     stopped: int | None = None
@@ -37,12 +37,11 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Job(TrainOptions):
-    """The settings of a run; the same on every rank, except those of ``OWN``.
+    """The settings of a run, the same on every rank, except those in ``OWN``.
 
-    ``num_steps``: of the whole training, those before a resume included. ``mixture``: several texts in place of
-    ``data``, with the share of each. ``planned``: the file of the launcher's plan (``runtime.shared_plan``).
-    ``sample_prompt``: texts that the model continues; ``validation_data``: names and files of sets that every
-    validation reads.
+    ``num_steps``: of the whole training, including steps before a resume. ``mixture``: several texts with their shares,
+    instead of ``data``. ``planned``: the file of the launcher's plan (``runtime.shared_plan``). ``sample_prompt``:
+    texts that the model continues; ``validation_data``: names and files of the sets of each validation.
     """
 
     model: str = field(metadata=_OWN)
@@ -71,7 +70,7 @@ OWN, PLACES = _marked(OF_ONE_RANK), _marked(PLACE)
 
 
 def spec_of(job: Job) -> Spec:
-    """The spec of the run: its file, and the options that replace keys of it."""
+    """Return the spec of the run, with the keys that options replace."""
     spec = Spec.load(job.spec).of_run(job.num_steps)
     if job.audit is None:
         return spec
@@ -79,9 +78,9 @@ def spec_of(job: Job) -> Spec:
 
 
 def check_saves(job: Job, *, goes_on: bool = False) -> None:
-    """Raise PlanError for options that do not go together, and for a directory that cannot take this run's saves.
+    """Raise PlanError for conflicting options, and for a directory that cannot be used for this run's saves.
 
-    ``goes_on``: the run has begun to save there, and its ranks were started again.
+    ``goes_on``: the run has already saved there, and its ranks were restarted.
     """
     if job.keep is not None and job.save is None:
         raise PlanError("--keep limits the number of saves, but nothing is saved", where="--keep", fix="add --save DIR")
@@ -97,8 +96,8 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
 
 
 def plan_of(job: Job, spec: Spec, check: Callable[[nn.Module], object] | None = None) -> Planned:
-    """The plan of a job, made here or by another process of the launch. ``check``: called with the model before it is
-    captured. Raises PlanError."""
+    """Return the plan of a job: loaded, made here, or made by another process of the launch. ``check``: called with the
+    model before its capture."""
     if job.plan is not None:
         return Planned(stored_plan(job, spec), None)
     from planner.capture.model.reference import load_to_plan
@@ -110,10 +109,10 @@ def plan_of(job: Job, spec: Spec, check: Callable[[nn.Module], object] | None = 
 
 
 def stored_plan(job: Job, spec: Spec) -> Plan:
-    """The saved plan of a job. Raises PlanError if it is of another spec, or an option needs the model itself."""
+    """Load the saved plan of a job. Raises PlanError if the spec differs, or an option needs the model itself."""
     assert job.plan is not None
     if not job.plan.endswith(SUFFIX):
-        what = f"{job.plan} is no plan that runs: its name does not end in {SUFFIX}"
+        what = f"{job.plan} is not a plan that can run: its name does not end in {SUFFIX}"
         raise PlanError(what, where=OPTION, fix=SAVED_BY)
     if OF_PEFT in job.model:
         what, fix = (
@@ -124,23 +123,23 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
     audit = "--audit" if job.audit is not None else "audit of the spec"
     for option, is_set in (("--compare", job.compare), (audit, spec.audit.every is not None)):
         if is_set:
-            what = f"{option} runs the model itself, and a saved plan does not hold its code"
+            what = f"{option} runs the model itself, but a saved plan does not contain its code"
             raise PlanError(what, where=OPTION, fix=f"leave out {option} or {OPTION}")
-    found = Plan.load(job.plan, own_functions=True)  # those of the spec, as is compared next
+    found = Plan.load(job.plan, own_functions=True)  # its spec is compared with the user's next
     if found.spec["optimizer"]["schedule"]["steps"] == "auto":
-        what = "the plan has optimizer.schedule.steps: auto, which is replaced by the steps of a run when it plans"
+        what = "the plan was saved with optimizer.schedule.steps: auto, so that it lacks the number of steps"
         fix = f"write steps: {job.num_steps} in the spec and save the plan again, or leave out {OPTION}"
         raise PlanError(what, where=OPTION, fix=fix)
     lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
     for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
         fix = "save the plan again with this spec, or train with the spec of the plan"
-        raise PlanError(f"the plan was made with {key}: {had}, the spec has {asked}", where=job.plan, fix=fix)
+        raise PlanError(f"the plan was made with {key}: {had}, but the spec has {asked}", where=job.plan, fix=fix)
     return found
 
 
 def differing(asked: Any, planned: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value of the spec, value of the plan) of each difference. The plan may have a number for auto or none, and
-    no name of a function."""
+    """Yield (key, value of the spec, value of the plan) of each difference, except keys that planning fills in (auto or
+    null in the spec). A function that only the plan names is a difference."""
     if isinstance(asked, Mapping) and isinstance(planned, Mapping):
         for name in (*asked, *(n for n in planned if n not in asked)):
             yield from differing(asked.get(name), planned.get(name), f"{key}.{name}".lstrip("."))

@@ -35,17 +35,18 @@ from runtime.training.validation import Best, Metric, TextMetric, metric_of, val
 from runtime.verify.batches import ignored_apart
 from runtime.verify.reference import OneProcess, with_values
 
-LR = "lr of the callback"  # in the extra data of a save: the rate in place of the schedule's
-RUN_ID = "run of Weights & Biases"  # in the extra data of saves
-STREAM = "stream"  # its position, in the extra data of saves
-MOST_SKIPPED = 100  # steps in a row, with `precision.nonfinite: skip` and no loss scale that would end it before
+# keys of the extra data of saves
+LR = "lr of the callback"  # the learning rate that a callback has set
+RUN_ID = "run of Weights & Biases"
+STREAM = "stream"  # its position
+MOST_SKIPPED = 100  # maximum of consecutive skipped steps with `precision.nonfinite: skip`
 
 
 @dataclass
 class _Run:
-    """One rank's run. Owns the reports that the device still works on.
+    """One rank's run. Owns the reports of steps that the device has not finished.
 
-    A GPU works on the next step while this one's figures come. ``failure``: the same on every rank.
+    A GPU runs the next step while the host waits for the figures of this one. ``failure``: the same on every rank.
     """
 
     engine: Engine
@@ -68,12 +69,12 @@ class _Run:
         self._lag = int(self.engine.groups.device.type != "cpu")
 
     def steps(self, job: Job, samples: Samples, best: Best) -> None:
-        """All that are left, until a reason to end."""
+        """Run the remaining steps, until the last one or a reason to end earlier."""
         with Prefetched(self.rows, self.engine.step_index, job.num_steps) as batches:
             while self.engine.step_index < job.num_steps and not (self.is_stopped or self.is_over or best.is_over):
                 if (batch := self._next_batch(batches)) is None:
-                    told = f"{job.data} has ended: training ends after step {self.engine.step_index}"
-                    say(told, leads=self.engine.groups.rank == 0)
+                    line = f"{job.data} has ended: training ends after step {self.engine.step_index}"
+                    say(line, leads=self.engine.groups.rank == 0)
                     break
                 self._step(batch)
                 samples.after_step(self.engine)
@@ -99,7 +100,7 @@ class _Run:
         self._show(self._lag)
 
     def _next_batch(self, batches: Batches) -> dict[str, Tensor] | None:
-        """The batch of the next step; None behind the end of a stream. The same call on every rank."""
+        """Return the batch of the next step, None at the end of a stream. All ranks must call it."""
         step = self.engine.step_index
         with self.showing.pace.making_batch():
             if not isinstance(self.rows, Stream):
@@ -107,8 +108,8 @@ class _Run:
             return self.rows.agreed(self.engine.groups, lambda: batches.batch(step))
 
     def _validated(self) -> Validation | None:
-        """By the running mean of the weights if there is one. None after most steps. A metric that fails ends the run
-        after this step, with a save."""
+        """Return the validation after this step, by the running mean of the weights, if any; None if none is due. A
+        metric that fails ends the run after this step, with a save."""
         every = self.data.validate_every
         if every is None or self.engine.step_index % every:
             return None
@@ -122,11 +123,11 @@ class _Run:
                 return None
 
     def _show(self, lag: int = 0) -> None:
-        """Shows the steps except the last ``lag``. Sets ``is_stopped`` on all ranks if one was asked to stop."""
+        """Show the waiting steps except the last ``lag``. Sets ``is_stopped`` on all ranks if one was asked to stop."""
         while len(self._waiting) > lag:
             batch, report, seen = self._waiting.pop(0)
             self.is_stopped |= self.stopping.agreed(report)
-            if report.has_orders:  # first: what the callback asks for at this step is for the next one
+            if report.has_orders:  # before the callback of this step, which gives orders for the next one
                 self._obey()
             self.showing.step(report, seen, self.engine.groups)
             if self.showing.failure is not None:
@@ -134,12 +135,12 @@ class _Run:
             self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)
 
     def _obey(self) -> None:
-        """The orders of rank 0, at the same step on every rank."""
+        """Carry out the orders of rank 0, at the same step on every rank."""
         leads = self.engine.groups.rank == 0
         orders = broadcast_json(self.engine.groups, self.showing.run.orders() if leads else None, of_kind(Orders))
         if orders.stop:
             self.is_over = True
-            say(f"stopped after step {self.engine.step_index}: the callback asked for it", leads=leads)
+            say(f"stopped after step {self.engine.step_index} by the callback", leads=leads)
         self.saves.is_asked |= orders.save
         if orders.changes_lr:
             self.saves.extra[LR] = orders.lr
@@ -147,11 +148,10 @@ class _Run:
 
 
 def run_rank(job: Job, made: Planned | None = None) -> Trained:
-    """The training of one rank. Rank 0 shows progress, writes the log and returns the rows; the others none.
-    ``made``: the plan, if this process has it.
+    """Train on one rank. Rank 0 shows progress, writes the log and returns the rows; the others return none.
 
-    After a restart by the launcher it resumes from the last save of the run itself. SIGTERM or Ctrl-C of any
-    rank ends it after a complete step, with a save if the job has saves.
+    ``made``: the plan, if this process has made it. After a restart by the launcher, training resumes from the run's
+    last save. SIGTERM or Ctrl-C on any rank ends it after a complete step, with a save if the job has saves.
     """
     with told_to_all():
         spec, leads = spec_of(job), not launched(os.environ).rank
@@ -174,10 +174,10 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
             engine.saver.model_files = keep_files(_files_of(job), Path(job.save, FOLDER))
         best = Best(engine, job, data.identity)
         _take_weights(engine, job, saves, best)
-        # after the engine has taken its weights: the one process trains the model itself
+        # after the engine has copied the weights: the one process trains the model itself
         beside = None if alone is None else OneProcess(alone, spec, None, decided.parameters, ignored_apart(decided))
         if beside is not None and data.training is not None:
-            for step in range(engine.step_index):  # it has no saves: the steps before a resume are made again
+            for step in range(engine.step_index):  # it has no saves, and repeats the steps before a resume
                 beside.train_step(data.training.batch(step))
         if profile is not None:
             profile.attach(engine)
@@ -185,10 +185,12 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
             saves.extra[RUN_ID] = run_id
         with showing.from_step(engine.step_index, run_id), Stopping() as stopping:
             rows = _rows_of(job, spec, data, engine, saves)
-            run = _Run(engine, data, rows, showing, stopping, saves, beside, profile, metric)
+            run = _Run(
+                engine, data, rows, showing, stopping, saves=saves, beside=beside, profile=profile, metric=metric
+            )
             try:
                 run.steps(job, samples, best)
-            except (NonFiniteError, AuditError) as error:  # of all ranks at the same step
+            except (NonFiniteError, AuditError) as error:  # on all ranks at the same step
                 return Trained(showing.rows, failure=str(error))
             stopped = stop_requested() or signal.SIGTERM if run.is_stopped else None
             saves.finish()
@@ -199,7 +201,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
 
 
 def _take_weights(engine: Engine, job: Job, saves: RunSaves, best: Best) -> None:
-    """The state of the save that the run resumes from, else the weights that MODEL and its adapters name."""
+    """Load the state of the save from which the run resumes, else the weights of MODEL and its adapters."""
     save, weights = saves.resumed(), pretrained_directory(job.model)
     best.go_on(saves.taken)
     if isinstance(rate := saves.taken.get(LR), float):
@@ -216,7 +218,7 @@ def _take_weights(engine: Engine, job: Job, saves: RunSaves, best: Best) -> None
 
 
 def _rows_of(job: Job, spec: Spec, data: RunData, engine: Engine, saves: RunSaves) -> OwnRows | Stream:
-    """The rows of this rank. Raises PlanError for a stream that cannot go on where the save of a resume is."""
+    """Return the rows of this rank. Raises PlanError for a stream that cannot continue at the position of the save."""
     if data.training is not None:
         return OwnRows(data.training, engine.layout)
     stream = Stream(job.data, spec, engine.layout, keeps=job.save is not None)
@@ -227,7 +229,7 @@ def _rows_of(job: Job, spec: Spec, data: RunData, engine: Engine, saves: RunSave
 
 
 def _write_models(job: Job, engine: Engine) -> None:
-    """The directories of adapters and of the merged model, with tokenizer and configs beside the weights."""
+    """Write the directories of adapters and of the merged model, with tokenizer and configs beside the weights."""
     if job.save_adapters is not None:
         engine.save_adapters(job.save_adapters)
     if job.save_merged is not None:
@@ -247,29 +249,29 @@ def _files_of(job: Job) -> dict[str, bytes]:
 
 
 class NonFiniteError(RuntimeError):
-    """Training cannot continue: loss or gradients of a step are NaN or infinite. The same on every rank."""
+    """Training cannot continue: the loss or gradients of a step are NaN or Inf. Raised on every rank."""
 
 
 class NonFiniteGuard:
-    """Looks at each report. Owns the number of steps that were skipped one after another.
+    """Checks each report for NaN and Inf. Owns the number of consecutive skipped steps.
 
-    Every rank asks it about every step, in order; all of them stop at the same step.
+    Every rank checks every step in order, so that all of them stop at the same step.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.num_skipped = engine, 0
 
     def check(self, batch: Mapping[str, Tensor], report: StepReport, step: int, *, local: bool = False) -> None:
-        """``batch`` and ``report``: of the step with this index, the first of a training being 0.
+        """Raise NonFiniteError on every rank, with the first non-finite value, if training cannot continue.
 
-        Raises NonFiniteError on every rank, with the first value of the step that is not finite.
+        ``batch`` and ``report``: of the step with index ``step``, from 0.
         """
         self.num_skipped = self.num_skipped + 1 if report.skipped else 0
         if self.num_skipped and self._is_over():
             raise NonFiniteError(self._words(batch, report, step, local))
 
     def _is_over(self) -> bool:
-        """With a dynamic loss scale such steps are expected: it is halved, until it cannot become smaller."""
+        """Return whether training ends. A dynamic loss scale expects such steps, until it cannot be halved further."""
         precision, scale = self.engine.spec.precision, self.engine.loss_scale
         if precision.loss_scale == "dynamic":
             return scale.is_exhausted or precision.nonfinite == "stop"
@@ -279,9 +281,9 @@ class NonFiniteGuard:
         first = self.engine.find_nonfinite(batch, local=local, step=step)
         row = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
         figures = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
-        found = first or "in a rerun, every value is finite: the step is not reproducible, or a sum overflowed"
+        place = first or "in a rerun, every value is finite: the step is not reproducible, or a sum overflowed"
         return (
             f"step {step + 1} has NaN or Inf{row} ({figures}); its update was skipped, and training stops\n  "
-            f"{found}\n  fix: lower the learning rate, warm up, or clip; see docs/limits.md; set "
+            f"{place}\n  fix: lower the learning rate, warm up, or clip; see docs/limits.md; set "
             "precision.nonfinite to continue after such steps"
         )

@@ -1,8 +1,8 @@
-"""Train a model by its plan on the bytes of a text; beside it, if asked, the same training in one process.
+"""Train a model by its plan on a text, and, with --compare, in one process beside it.
 
-``train`` plans once here, so that bad input ends before any process starts, then runs the loop on every rank: in
-processes that it starts, or as one of the ranks of torchrun. Files that a run will
-write are tried before it starts: none is found to be unwritable after hours.
+``train`` plans first, so that bad input is refused before any process starts, then runs the loop on every rank: in
+processes that it starts, or as a rank of torchrun. It also tries all output files first, so that none turns out to be
+unwritable after hours.
 """
 
 import importlib.util
@@ -55,13 +55,15 @@ def train(
     *,
     is_command: bool = False,
 ) -> Trained:
-    """Run the job. ``num_ranks``: local processes to start; the plan's world size if not given.
+    """Run the job on all ranks and return the result of rank 0; under torchrun, run this process's rank.
 
-    ``max_restarts``: how often all ranks are restarted after a failure, to resume from the last save. ``is_command``:
-    this process has done nothing before, and ranks may be forked from it. Raises PlanError for bad input, RankError
-    when a rank fails.
+    ``num_ranks``: local processes to start, by default the plan's world size. ``show_plan``: called with the plan.
+    ``max_restarts``: number of times that all ranks are restarted after a failure, to resume from the last save.
+    ``is_command``: this process has done nothing else before, so that ranks may be forked from it. Raises PlanError for
+    bad input, RankError when a rank fails.
     """
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
+        refuse_of_launcher(num_ranks, show_plan, max_restarts)
         leads = not launched(os.environ).rank
         outputs = partial(check_outputs, job) if leads else None
         require_same_options(job, own=OWN, places=PLACES, timeout_seconds=job.timeout, check=outputs)
@@ -70,10 +72,22 @@ def train(
     if world_size == 1 and not max_restarts:
         return run_rank(job, made)
     with shared(made.plan, is_saved=job.plan is not None) as file:
-        del made  # with the model: each rank builds its own
+        del made  # and the model: each rank builds its own
         if not file and job.plan is None:
-            early_server.end()  # ranks capture: all that they import is to be imported once
+            early_server.end()  # ranks capture too, and share the imports of a new server
         return _launched(replace(job, planned=file), world_size, max_restarts)
+
+
+def refuse_of_launcher(num_ranks: int | None, show_plan: object, max_restarts: int) -> None:
+    """Raise PlanError for an option that a rank of torchrun would ignore: it starts no processes and prints no plan."""
+    fixes = {
+        "--nproc": (num_ranks, "remove --nproc: the launcher sets the number of processes"),
+        "--show-plan": (show_plan, "remove --show-plan, and print the plan with `meshwright plan MODEL SPEC`"),
+        "--max-restarts": (max_restarts, "give --max-restarts to torchrun, before -m runtime.cli"),
+    }
+    for option, (value, fix) in fixes.items():
+        if value:
+            raise PlanError(f"{option} has no effect under a launcher such as torchrun", where=option, fix=fix)
 
 
 def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:
@@ -83,7 +97,7 @@ def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:
     try:
         trained: Trained = launch(run_rank, world_size, job, on_stop=signals.append, **options)[0]
     except RankError:
-        newest = _newest(job)  # the one from before the run belongs to it only with ``auto``
+        newest = _newest(job)  # a save from before the run belongs to it only with ``auto``
         if newest is not None and (newest != before or job.resume == AUTO):
             print(f"the newest save is {newest[0]}: --resume auto resumes from it", file=sys.stderr, flush=True)
         raise
@@ -93,7 +107,7 @@ def _launched(job: Job, world_size: int, max_restarts: int) -> Trained:
 def _checked(
     job: Job, num_ranks: int | None, show_plan: Callable[[Any], None] | None, *, is_command: bool
 ) -> tuple[int, Planned]:
-    """The number of ranks, and the plan. Raises PlanError for all that is known to be wrong before a process starts."""
+    """Return the number of ranks, and the plan. Raises PlanError for all bad input that can be found without ranks."""
     check_saves(job)
     if job.save is not None:
         with owned(job.save):  # a run that already uses the directory is reported here, before ranks start
@@ -131,10 +145,11 @@ def _checked(
 
 
 def _check_directories(job: Job) -> None:
-    """Raise PlanError for options about adapters that do not go together, or a directory that cannot be written."""
+    """Raise PlanError for conflicting options about adapters, or a directory that cannot be written."""
     if adapter_directory(job.model) is not None and job.compare:
         fix = "leave out --compare, or name the adapter_config.json alone"
-        raise PlanError("--compare begins with new adapters, --peft names trained ones", where="--compare", fix=fix)
+        what = "--compare starts from new adapters, but --peft names trained ones"
+        raise PlanError(what, where="--compare", fix=fix)
     for directory in filter(None, (job.save_adapters, job.save_merged)):
         check_writable(directory)
 
@@ -150,7 +165,7 @@ def _check_adapters(job: Job, decided: Plan) -> None:
 
 
 def _newest(job: Job) -> tuple[Path, int] | None:
-    """The save that ``--resume auto`` takes, and when it was written."""
+    """Return the save that ``--resume auto`` would use, and the time at which it was written."""
     with suppress(OSError, PlanError):
         saves = by_newest(job.save)[0] if job.save is not None else []
         return (saves[0], (saves[0] / MANIFEST).stat().st_mtime_ns) if saves else None
@@ -158,13 +173,13 @@ def _newest(job: Job) -> tuple[Path, int] | None:
 
 
 def largest_difference(rows: list[StepRow]) -> float:
-    """The largest |loss - loss of one process| over the steps."""
+    """Return the largest |loss - loss of one process| over the steps."""
     return max((abs(r.loss - r.one_process_loss) for r in rows if r.one_process_loss is not None), default=0.0)
 
 
 def check_outputs(job: Job) -> None:
-    """Raise PlanError for a file or directory that cannot be written, or a package that is needed and missing."""
-    if job.log is not None:  # its content stays: once training begins, the log itself finds the steps of an earlier run
+    """Raise PlanError for a file or directory that cannot be written, or a missing package."""
+    if job.log is not None:  # appending keeps the steps of an earlier run, which the log reads later
         with writing("the log", Where(file=job.log)):
             Path(job.log).open("a").close()
     if job.plot is not None:
@@ -195,7 +210,7 @@ def check_outputs(job: Job) -> None:
 
 
 def _check_replaceable(path: str, what: str) -> None:
-    """The old file stays until the new one, written beside it, is complete."""
+    """Raise PlanError unless a new file can be written beside ``path``, and replace it when it is complete."""
     target = Path(os.path.realpath(path))
     with writing(what, Where(file=path)):
         if target.is_dir():

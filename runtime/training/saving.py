@@ -1,4 +1,4 @@
-"""The saves of a run: when they are made, which of them stay, and from which one a run resumes."""
+"""The saves of a run: when to save, which saves to keep, and from which one to resume."""
 
 import os
 import sys
@@ -19,10 +19,10 @@ from runtime.training.options import AUTO
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The saves from which a run may resume: it takes the first good one; without one it starts afresh.
+    """The saves from which a run may resume, in order: it uses the first intact one, or starts from step 1.
 
-    ``own``: those of them that are of the run's own line, or of one that it takes over. ``skipped``: why newer ones
-    are not among them. ``is_named``: the user has named the save, and no other will do.
+    ``own``: those on the run's own line of saves, or on the line that it continues. ``skipped``: reasons why newer
+    saves are not candidates. ``is_named``: the user has named the save, so that no other may be used.
     """
 
     saves: tuple[str, ...] = ()
@@ -32,18 +32,18 @@ class _Origin:
 
 
 class RunSaves:
-    """Saves of one run. Owns, on rank 0, the right to write to their directory.
+    """The saves of one run. Owns, on rank 0, the right to write to their directory.
 
-    ``extra``: stored in each save, and compared when a run resumes from it; ``position``: gives more to store. If a
-    save fails, it is reported and the training continues; the last one must be good.
+    ``extra``: stored in each save, and compared when a run resumes from it. ``position``: returns further data to
+    store. A save that fails is reported, and training continues, except at the last save.
     """
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
         self.engine, self.job, self.extra = engine, job, extra
         self._stack = ExitStack()
-        self.position: Callable[[], dict[str, Any]] = dict  # of a stream
+        self.position: Callable[[], dict[str, Any]] = dict  # the position of a stream
         self.taken: dict[str, Any] = {}  # the extra data of the save from which the run resumes
-        self.is_asked = False  # for a save after this step
+        self.is_asked = False  # a callback asked for a save after this step
         self._saved: int | None = None
         self._line = line_of_run(os.environ)
 
@@ -55,15 +55,15 @@ class RunSaves:
                     self._stack.enter_context(owned(self.job.save))
         with agreed(self.engine.groups):
             if self.job.save is not None and not Path(self.job.save).is_dir():
-                what = f"{self.job.save} is not the directory of rank 0, which has been made"
-                raise PlanError(what, where="--save", fix="name one directory that all ranks share, on every rank")
+                what = f"{self.job.save} does not exist on this rank, but rank 0 has created it"
+                raise PlanError(what, where="--save", fix="give every rank the same directory on a shared file system")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def after_step(self) -> bool:
-        """Save if this step is one to be saved, without a wait for the disk; whether it was."""
+        """Start a save if one is due after this step, without waiting for the disk; return whether it was due."""
         every = self.job.save_every
         is_due = every is not None and self.engine.step_index % every == 0
         is_due = self.job.save is not None and (is_due or self.is_asked)
@@ -73,7 +73,7 @@ class RunSaves:
         return is_due
 
     def finish(self) -> None:
-        """Save the last step if it is not saved yet, and return when all saves are on the disk."""
+        """Save the last step if it is not saved yet, and wait until all saves are on disk."""
         if self.job.save is None:
             return
         self._await()
@@ -83,10 +83,10 @@ class RunSaves:
         self._say(f"saved step {self.engine.step_index} in {self.job.save}")
 
     def resumed(self) -> Path | None:
-        """Resume the training from a save; returns the save, None if there is none yet.
+        """Load the save from which the run resumes, and return it; None if there is none yet.
 
-        A restart resumes from the last save of this run, if there is one. ``auto`` skips damaged saves and names them.
-        Raises PlanError on every rank if the named save, or every one that there is, cannot be taken.
+        A restart resumes from the last save of this run, if there is one. ``auto`` skips damaged saves and reports
+        them. Raises PlanError on every rank if the named save, or every save in the directory, cannot be loaded.
         """
         with agreed(self.engine.groups):
             found = self._origin() if self.engine.groups.rank == 0 else None
@@ -102,7 +102,7 @@ class RunSaves:
         return taken
 
     def _of_an_earlier_start(self) -> list[Path]:
-        """The saves that this run has made before a launcher started its ranks again, the newest first."""
+        """Return the saves of this run from before a restart by a launcher, the newest first."""
         if self.job.save is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
             return []
         return on_line(saves_in(self.job.save), Line(id=self._line))[0][::-1]
@@ -131,8 +131,8 @@ class RunSaves:
                 first = first or error
                 skipped.append(str(error))
                 continue
-            for told in skipped:
-                self._say(f"lost: {told}")
+            for reason in skipped:
+                self._say(f"skipped: {reason}")
             return taken
         if first is not None or skipped:
             raise first or PlanError(
@@ -151,7 +151,7 @@ class RunSaves:
         return save
 
     def _warn_of_others(self, directory: Path, line: Line) -> None:
-        """Name the directories beside the saves of this run that are ignored."""
+        """Print the names of the directories beside this run's saves that are ignored."""
         if others := on_line(saves_in(directory), line)[1]:
             self._say(
                 f"warning: {_listed(others)} in {directory} belong to another line of saves: restarts and --keep "
@@ -161,7 +161,7 @@ class RunSaves:
             self._say(f"warning: {_listed(incomplete)} in {directory} have no manifest and are not saves")
 
     def _begin(self) -> None:
-        """A save that runs beside the next steps; saves that are no longer needed are removed."""
+        """Start a save that runs during the next steps, and remove saves that are no longer needed."""
         assert self.job.save is not None
         self._await()
         self._prune()
@@ -173,7 +173,7 @@ class RunSaves:
             self._saved = self.engine.step_index
 
     def _await(self) -> None:
-        """Until the last save is on the disk, or has failed."""
+        """Wait until the last save is on disk, or has failed."""
         try:
             self.engine.wait_saves()
         except PlanError as error:
@@ -192,13 +192,13 @@ class RunSaves:
 
 
 def say(text: str, *, leads: bool) -> None:
-    """One line of rank 0."""
+    """Print a line to stderr on rank 0 (``leads``)."""
     if leads and text:
         print(text, file=sys.stderr, flush=True)
 
 
 def prune_on_rank_0(engine: Engine, directory: str, keep: int) -> None:
-    """Old saves that cannot be removed only take space: training and its saves continue."""
+    """Remove old saves on rank 0. A failure is a warning: training and its saves continue."""
     if engine.groups.rank == 0:
         try:
             prune(directory, keep, engine.saver.line)

@@ -1,11 +1,11 @@
-"""Output of rank 0, step by step and at the end of a run. Other ranks print nothing.
+"""Output of rank 0, at each step and at the end of a run. Other ranks print nothing.
 
-``--callback FILE.py:FUNCTION``: a function of the user's that gets each row of the run, on rank 0.
+``--callback FILE.py:FUNCTION``: a user's function that gets the row of each step, on rank 0.
 
-    function(row)         reads
-    function(row, run)    also asks: ``run.stop()``, ``run.set_lr(x)``, ``run.save()``, ``run.log(name, value)``
+    function(row)         reads the row
+    function(row, run)    may also call ``run.stop()``, ``run.set_lr(x)``, ``run.save()``, ``run.log(name, value)``
 
-Rank 0 alone knows what was asked; the sum of the next update says that something was, and all ranks then get it.
+Only rank 0 knows these orders: the sum of the next update announces them, and rank 0 then sends them to all ranks.
 """
 
 import math
@@ -37,14 +37,14 @@ FORMS = (
 
 
 class Showing:
-    """Owns the rows of the run, the progress line, and the files that figures go to.
+    """Owns the rows of the run, the progress line, and the outputs of figures.
 
-    ``failure``: why they could not be written, as on a full disk; no row is shown afterwards. Training then stops as
-    if asked to, with a save, and ends with it.
+    ``failure``: the error of the callback or of an output, such as a full disk. Afterwards no row is shown; training
+    stops with a save, and raises it.
     """
 
     def __init__(self, job: Job, plan: Plan, *, leads: bool) -> None:
-        """Before an engine is made of ``plan``. ``leads``: this is rank 0."""
+        """Called before the engine of ``plan`` is made. ``leads``: this is rank 0."""
         self.job, self.leads = job, leads
         self.rows: list[StepRow] = []
         self.failure: PlanError | None = None
@@ -59,8 +59,8 @@ class Showing:
         self.run = Run(job.num_steps, has_saves=job.save is not None, is_compared=job.compare)
 
     def from_step(self, step: int, run_id: str | None) -> Self:
-        """An earlier run made ``step`` steps: the display begins there, and the log keeps their rows. ``run_id``: of
-        Weights & Biases, which goes on with that run."""
+        """Begin after the ``step`` steps of an earlier run, and keep their rows in the log. ``run_id``: the run of
+        Weights & Biases to continue."""
         self._first, self._run_id = step, run_id
         return self
 
@@ -102,14 +102,14 @@ class Showing:
                 self.failure = error
 
     def _warn_of_imbalance(self, report: StepReport, step: int) -> None:
-        """Once for each value that is larger: the plan's memory is that of fewer rows."""
+        """Warn of each new maximum of imbalance above the planned one, for which the plan's memory is too small."""
         if self._imbalance is None or not report.expert_tokens:
             return
-        found = report.imbalance_of_ranks(self._ep)
-        if found > self._imbalance:
-            self._imbalance = math.ceil(found * 10) / 10
+        imbalance = report.imbalance_of_ranks(self._ep)
+        if imbalance > self._imbalance:
+            self._imbalance = math.ceil(imbalance * 10) / 10
             warnings.warn(
-                f"step {step}: the fullest rank of ep had {found:.2f} times the mean rows of experts, more than "
+                f"step {step}: the fullest rank of ep had {imbalance:.2f} times the mean rows of experts, more than "
                 f"planned; set experts.imbalance: {self._imbalance}, so that the plan predicts its memory",
                 stacklevel=2,
             )
@@ -128,7 +128,7 @@ class Showing:
 
 
 class Samples:
-    """``leads``: this rank prints. Raises PlanError for prompts that the plan does not take."""
+    """The prompts of ``--sample-prompt``. ``leads``: this rank prints. Raises PlanError for prompts that do not fit."""
 
     def __init__(self, job: Job, spec: Spec, decided: Plan, *, leads: bool) -> None:
         self._every, self._texts, self._leads = job.sample_every, job.sample_prompt, leads
@@ -138,7 +138,7 @@ class Samples:
             self._tokens, self._count = tokens_of(self._texts, self._codec, spec, decided)
 
     def after_step(self, engine: Engine) -> None:
-        """Continue the prompts if it is time. The same call on every rank."""
+        """Continue the prompts if it is time. All ranks must call it."""
         if self._every is None or engine.step_index % self._every:
             return
         found = engine.generate(self._tokens, self._count, stop=self._codec.ends)
@@ -148,10 +148,10 @@ class Samples:
 
 
 def check_samples(job: Job, spec: Spec) -> None:
-    """Raise PlanError for prompts that no plan of ``spec`` takes."""
+    """Raise PlanError for prompts that fit no plan of ``spec``, or an option without its counterpart."""
     if (job.sample_every is None) != (not job.sample_prompt):
         missing = "--sample-prompt TEXT" if job.sample_every is not None else "--sample-every N"
-        what = "samples need prompts, and a number of steps between them"
+        what = "--sample-every and --sample-prompt need each other"
         raise PlanError(what, where="--sample-every", fix=f"add {missing}")
     if job.sample_prompt:
         fitted(job.sample_prompt, codec_of(tokenizer_of(job, "--sample-prompt")), spec)
@@ -159,7 +159,7 @@ def check_samples(job: Job, spec: Spec) -> None:
 
 @dataclass
 class Orders:
-    """What a callback has asked for since the last time. ``lr``: None, if ``changes_lr``: the schedule again."""
+    """Orders of a callback. With ``changes_lr``, ``lr`` is the new learning rate; None returns to the schedule."""
 
     stop: bool = False
     save: bool = False
@@ -168,8 +168,8 @@ class Orders:
 
 
 class Run:
-    """The run, for a callback. All ranks do what it asks after the next step, on a GPU after the one behind it;
-    after the last step, nothing but ``log`` has an effect.
+    """The run, for a callback. All ranks carry out its orders after the next step, on a GPU one step later; after the
+    last step, only ``log`` has an effect.
     """
 
     def __init__(self, num_steps: int, *, has_saves: bool, is_compared: bool) -> None:
@@ -178,7 +178,7 @@ class Run:
         self._orders, self._figures = Orders(), dict[str, float]()
 
     def stop(self) -> None:
-        """End the training, as after its last step: with a save, if it has saves."""
+        """End the training as after its last step, with a save if the run has saves."""
         self._orders.stop = True
         announce_orders(True)
 
@@ -189,37 +189,37 @@ class Run:
         announce_orders(True)
 
     def set_lr(self, lr: float | None) -> None:
-        """A learning rate in place of the schedule's, from then on; None: the schedule again. Saves keep it."""
+        """Set the learning rate from the next step on; None returns to the schedule. Saves keep it."""
         if lr is not None and not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(f"run.set_lr({lr}): a learning rate is a number, 0 or more")
+            raise ValueError(f"run.set_lr({lr}): a learning rate is a finite number, 0 or more")
         if self._is_compared:
-            raise ValueError("run.set_lr: the one process of --compare trains by the schedule; remove --compare")
+            raise ValueError("run.set_lr: the one process of --compare follows the schedule; remove --compare")
         self._orders.changes_lr, self._orders.lr = True, None if lr is None else float(lr)
         announce_orders(True)
 
     def log(self, name: str, value: float) -> None:
-        """A figure of this step, for the log, TensorBoard and Weights & Biases."""
+        """Add a figure of this step to the log, TensorBoard and Weights & Biases."""
         if name in StepRow.__dataclass_fields__:
-            raise ValueError(f"run.log({name!r}): every row has a figure of this name")
+            raise ValueError(f"run.log({name!r}): every row already has a figure of this name")
         self._figures[str(name)] = float(value)
 
     def orders(self) -> Orders:
-        """None are left."""
-        found, self._orders = self._orders, Orders()
+        """Return the orders so far, and clear them."""
+        orders, self._orders = self._orders, Orders()
         announce_orders(False)
-        return found
+        return orders
 
     def figures(self) -> dict[str, float]:
-        """Of this step; none are left."""
-        found, self._figures = self._figures, {}
-        return found
+        """Return the figures of this step, and clear them."""
+        figures, self._figures = self._figures, {}
+        return figures
 
 
 class Callback:
-    """Owns the function. Whatever it raises is a PlanError that names its file and line; then all ranks end."""
+    """Owns the user's function. Its exceptions become a PlanError with file and line, which ends all ranks."""
 
     def __init__(self, reference: str) -> None:
-        """Runs the file. Raises PlanError if that fails, or has no such function."""
+        """Import the function. Raises PlanError if its file fails, or lacks the function."""
         self._function, num_arguments = NamedCode(reference, "--callback", FORMS).function(2, 1)
         self._takes_run = num_arguments == 2
 

@@ -1,16 +1,16 @@
-"""Validations of a run: a loss for each held-out set, and figures of the user's own (``--metric FILE.py:FUNCTION``).
+"""Validations of a run: a loss for each held-out set, and the user's own metrics (``--metric FILE.py:FUNCTION``).
 
-    sets       --validation-data NAME=FILE, in their order, then the part that data.validation of the spec holds out
+    sets       --validation-data NAME=FILE, in order, then the part that data.validation of the spec holds out
     first      its loss is the validation loss, which --keep-best and --patience follow; others are loss/NAME
-    metric     function(log_probs, labels, batch) -> {name: (sum, count)}, of the rows of one dp rank in one batch;
-               the figure is Σ sum / Σ count over batches and dp ranks: name, and name/NAME of the other sets
-    texts      FILE.py:FUNCTION:texts, with --prompts FILE: function(prompts, texts, rows) -> {name: (sum, count)}, of
-               the texts with which the model continues the prompts, once a validation, on rank 0
+    metric     function(log_probs, labels, batch) -> {name: (sum, count)}, for the rows of one dp rank in one batch;
+               the figure is Σ sum / Σ count over batches and dp ranks: name, and name/NAME for the other sets
+    texts      FILE.py:FUNCTION:texts, with --prompts FILE: function(prompts, texts, rows) -> {name: (sum, count)}, for
+               the texts with which the model continues the prompts, once per validation, on rank 0
 
-log_probs [rows, length] (float64): log P of each label, 0 where the loss takes none. labels: the batch's own tensor.
+log_probs [rows, length] (float64): log P of each label, 0 for labels that the loss ignores. labels: the batch's tensor.
 
-DIR/best/step-00000040      the save after step 40; an earlier one goes once this is written
-DIR/best_adapters           with --peft, the adapters of that step, as peft writes them
+DIR/best/step-00000040      the save after step 40, which replaces an earlier one
+DIR/best_adapters           with --peft, the adapters of this step, as peft writes them
 """
 
 from __future__ import annotations
@@ -50,48 +50,46 @@ TEXTS = ":texts"  # the end of the name of a metric of texts
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """``name``: \"\" for the part that the spec holds out, if it is the only set."""
+    """One set. ``name``: \"\" for the part that the spec holds out, if it is the only set."""
 
     name: str
     batches: OfLength | BucketBatches
 
 
 def validate(sets: tuple[HeldOut, ...], engine: Engine, metric: Metric | TextMetric | None) -> Validation:
-    """Over the same batches each time: all of a set, or a part of it. The same call on every rank.
+    """Return the losses and metrics over the same first batches of each set at every validation.
 
-    Raises PlanError, on every rank, if the metric fails on one.
+    All ranks must call it. Raises PlanError on every rank if the metric fails on one.
     """
     losses, figures = [], dict[str, float]()
     for place, held_out in enumerate(sets):
-        behind = f"/{held_out.name}" if place else ""
+        suffix = f"/{held_out.name}" if place else ""
         rows = OwnRows(held_out.batches, engine.layout)
         batches = [rows.batch(step) for step in range(min(MOST_VALIDATED, held_out.batches.num_batches))]
         losses.append(fmean(engine.evaluate(batch, local=rows.is_local) for batch in batches))
         if place:
-            figures[f"loss{behind}"] = losses[-1]
+            figures[f"loss{suffix}"] = losses[-1]
         if isinstance(metric, Metric):
-            found = metric.of(batches, engine, is_local=rows.is_local)
-            figures |= {f"{name}{behind}": value for name, value in found.items()}
+            own = metric.of(batches, engine, is_local=rows.is_local)
+            figures |= {f"{name}{suffix}": value for name, value in own.items()}
     if isinstance(metric, TextMetric):
         figures |= metric.of(engine)
     return Validation(losses[0], figures)
 
 
 def metric_of(job: Job, spec: Spec, decided: Plan) -> Metric | TextMetric | None:
-    """Raises PlanError for prompts that the plan does not take, or code that has no such function."""
+    """Return the metric of ``job``. Raises PlanError for prompts that do not fit, or a missing function."""
     if job.metric is None:
         return None
     return TextMetric(job, spec, decided) if job.prompts is not None else Metric(job.metric)
 
 
 def check_metric(job: Job, spec: Spec) -> None:
-    """Raise PlanError for options that do not go together, or prompts that no plan of ``spec`` takes."""
+    """Raise PlanError for conflicting options, or prompts that fit no plan of ``spec``."""
     is_of_texts = job.metric is not None and job.metric.endswith(TEXTS)
     if is_of_texts != (job.prompts is not None):
-        what = f"prompts are for a metric of texts, FILE.py:FUNCTION{TEXTS}, and that needs prompts"
-        raise PlanError(
-            what, where="--prompts", fix=f"give --prompts FILE and --metric FILE.py:FUNCTION{TEXTS}, or none"
-        )
+        what = f"--prompts and --metric FILE.py:FUNCTION{TEXTS} need each other"
+        raise PlanError(what, where="--prompts", fix="give both, or neither")
     if job.metric is not None:
         _function_of(job.metric)
     if job.prompts is not None:
@@ -103,7 +101,7 @@ def _function_of(reference: str) -> Callable[..., Any]:
 
 
 def _prompts_of(file: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """The texts, and their rows: each a JSON object with a prompt. Raises PlanError."""
+    """Return the prompts, and their rows, JSON objects with a field prompt. Raises PlanError for other rows."""
     rows = list[dict[str, Any]]()
     for row in rows_of([Path(file)], None, lambda num_bytes: None):
         with row as fields:
@@ -115,7 +113,7 @@ def _prompts_of(file: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 class TextMetric:
-    """Owns the user's function and the prompts."""
+    """A metric of continued prompts. Owns the user's function and the prompts."""
 
     def __init__(self, job: Job, spec: Spec, decided: Plan) -> None:
         assert job.metric is not None and job.prompts is not None  # noqa: PT018
@@ -124,18 +122,18 @@ class TextMetric:
         self._tokens, self._count = tokens_of(self._prompts, self._codec, spec, decided)
 
     def of(self, engine: Engine) -> dict[str, float]:
-        """The same call on every rank. Raises PlanError on all."""
-        found = engine.generate(self._tokens, self._count, stop=self._codec.ends).tokens
+        """Return the figures. All ranks must call it. Raises PlanError on all ranks if the function fails."""
+        continued = engine.generate(self._tokens, self._count, stop=self._codec.ends).tokens
         sums: Sums = {}
         with agreed(engine.groups, rank_0_is_long=True):
             if engine.groups.rank == 0:
-                texts = [self._codec.text(tokens.tolist()) for tokens in found]
+                texts = [self._codec.text(tokens.tolist()) for tokens in continued]
                 sums = _sums(self._function, self._prompts, texts, self._rows)
         return _quotients([broadcast_json(engine.groups, sums, dict)])
 
 
 def tokenizer_of(job: Job, option: str) -> str | None:
-    """The tokenizer of prompts; a token file of samples holds its own. Raises PlanError for one without."""
+    """Return the tokenizer of prompts; a token file of samples contains it. Raises PlanError if there is none."""
     for source in job.sources:
         if source == STDLIB or not is_token_file(Path(source)):
             continue
@@ -143,17 +141,17 @@ def tokenizer_of(job: Job, option: str) -> str | None:
             return source
         name = open_token_file(Path(source), source).tokenization.name
         if name != BYTES.name:
-            what = f"{source} has the tokens of {name}, and a run on a token file has no tokenizer for prompts"
+            what = f"{source} has the tokens of {name}, but a token file does not contain a tokenizer for prompts"
             fix = "train on the text with --tokenizer FILE, or continue prompts with meshwright generate --load DIR"
             raise PlanError(what, where=option, fix=fix)
     return job.tokenizer
 
 
 class Metric:
-    """Owns the user's function."""
+    """A metric of log-probabilities. Owns the user's function."""
 
     def __init__(self, reference: str) -> None:
-        """Runs its file. Raises PlanError if that fails, or has no such function."""
+        """Import the function. Raises PlanError if its file fails, or lacks the function."""
         self._function = _function_of(reference)
 
     def of(self, batches: list[dict[str, Tensor]], engine: Engine, *, is_local: bool) -> dict[str, float]:
@@ -166,21 +164,21 @@ class Metric:
             except PlanError as refused:
                 error = error or refused
         agree(engine.groups, error)
-        # every rank of a dp coordinate has the same; without own rows, all have
+        # ranks with the same dp coordinate have equal sums; without own rows, all ranks have
         own = [engine.mesh.dp_rank if is_local else 0, _added(of_batches)]
         of_dp = dict(all_gather_json(engine.groups, own))
         return _quotients(of_dp.values())
 
 
 def _sums(function: Callable[..., Any], *arguments: Any) -> Sums:
-    """Raises PlanError, at the user's line, for all that the function raises, and for another result than sums."""
+    """Call the user's function. Raises PlanError, at the user's line, for its exceptions, and for another result."""
     try:
-        found = function(*arguments)
-        pairs = found.items() if isinstance(found, Mapping) else [("", found)]
+        returned = function(*arguments)
+        pairs = returned.items() if isinstance(returned, Mapping) else [("", returned)]
         for name, pair in pairs:
             is_pair = isinstance(name, str) and name and isinstance(pair, tuple | list) and len(pair) == 2
             if not is_pair or name in StepRow.__dataclass_fields__:
-                what = f"--metric returned {name!r}: {pair!r:.80}" if name else f"--metric returned {found!r:.80}"
+                what = f"--metric returned {name!r}: {pair!r:.80}" if name else f"--metric returned {returned!r:.80}"
                 fix = "return {name: (sum, count)}, with names that the log does not have yet"
                 raise PlanError(what, where="--metric", fix=fix)
         return {name: (float(total), float(count)) for name, (total, count) in pairs}
@@ -192,7 +190,7 @@ def _sums(function: Callable[..., Any], *arguments: Any) -> Sums:
 
 
 def _added(parts: Iterable[Mapping[str, Any]]) -> Sums:
-    """By name; a name may be in some of them alone."""
+    """Add sums and counts by name; a name may be missing in some parts."""
     total: Sums = {}
     for sums in parts:
         for name, (value, count) in sums.items():
@@ -202,7 +200,7 @@ def _added(parts: Iterable[Mapping[str, Any]]) -> Sums:
 
 
 def _quotients(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Raises PlanError for a figure that is no number: the same on every rank."""
+    """Return Σ sum / Σ count by name. Raises PlanError, on every rank, for a result that is not finite."""
     total = _added(of_ranks)
     found = {name: value / count if count else math.nan for name, (value, count) in total.items()}
     for name, value in found.items():
@@ -213,48 +211,48 @@ def _quotients(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class Best:
-    """Owns the least loss, its step, and the number of validations since. All ranks see the same losses."""
+    """Owns the lowest validation loss, its step, and the number of validations since. All ranks have the same."""
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
-        """``extra``: stored in every save, not only in the best; it holds the best loss so far."""
+        """``extra``: stored in every save, not only in the best one; the lowest loss is added to it."""
         self._engine, self._job, self._extra = engine, job, extra
         self._leads = engine.groups.rank == 0
         self.loss, self.step, self.num_since = math.inf, 0, 0
 
     def go_on(self, saved: dict[str, Any]) -> None:
-        """After a resume from a save with this ``extra``."""
-        told = saved.get("best")
-        if isinstance(told, dict) and all(
-            isinstance(told.get(name), int | float) for name in ("loss", "step", "since")
+        """Continue from the extra data ``saved`` of the save from which the run resumes."""
+        best = saved.get("best")
+        if isinstance(best, dict) and all(
+            isinstance(best.get(name), int | float) for name in ("loss", "step", "since")
         ):
-            self.loss, self.step, self.num_since = float(told["loss"]), int(told["step"]), int(told["since"])
-            self._tell()
+            self.loss, self.step, self.num_since = float(best["loss"]), int(best["step"]), int(best["since"])
+            self._note()
 
     @property
     def is_over(self) -> bool:
         return self._job.patience is not None and self.num_since >= self._job.patience
 
     def see(self, loss: float | None) -> None:
-        """The validation loss after a step, None if there was none."""
+        """Take the validation loss after a step, None if there was no validation."""
         if loss is None:
             return
         is_best = loss < self.loss
         if is_best:
             self.loss, self.step = loss, self._engine.step_index
         self.num_since = 0 if is_best else self.num_since + 1
-        self._tell()
+        self._note()
         if is_best and self._job.keep_best:
             self._save()
         if self.is_over:
-            told = f"stopped after step {self._engine.step_index}: {self.num_since} validations without a lower loss"
-            say(f"{told} than {self.loss:.6f} after step {self.step}", leads=self._leads)
+            line = f"stopped after step {self._engine.step_index}: {self.num_since} validations without a lower loss"
+            say(f"{line} than {self.loss:.6f} after step {self.step}", leads=self._leads)
 
-    def _tell(self) -> None:
+    def _note(self) -> None:
         if math.isfinite(self.loss) and (self._job.keep_best or self._job.patience is not None):
             self._extra["best"] = {"loss": self.loss, "step": self.step, "since": self.num_since}
 
     def _save(self) -> None:
-        """As a save on the way: one that fails is a warning."""
+        """Save the best step. A failure is a warning, as for other saves before the last."""
         assert self._job.save is not None
         directory = str(Path(self._job.save) / DIRECTORY)
         try:
@@ -269,7 +267,7 @@ class Best:
 
 
 def check_best(job: Job) -> None:
-    """Raise PlanError for options that need a validation if there is none."""
+    """Raise PlanError for options that need validations, if there are none."""
     for option, is_asked in (("--keep-best", job.keep_best), ("--patience", job.patience is not None)):
         if is_asked and job.validate_every is None:
             fix = "add --validate-every N, and --validation-data NAME=FILE"

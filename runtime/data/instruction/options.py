@@ -15,42 +15,48 @@ _OF_TEXTS = {"text", "begin_token", "length", "split"}
 
 @dataclass(frozen=True)
 class Instruction:
-    """``chat``: the field of messages; or ``prompt`` and ``answer``, or ``text``: those of texts; or ``chosen`` and
-    ``rejected``: those of two answers."""
+    """The form of a row: ``chat`` names the field of its messages, ``prompt`` and ``answer``, or ``text``, fields of
+    texts, ``chosen`` and ``rejected`` the fields of two answers."""
 
-    chat: Text = option("Rows are conversations: this field is a list of role and content.", "FIELD")
-    prompt: Text = option("With --answer: the field of a prompt, which is no label.", "FIELD")
-    answer: Text = option("With --prompt: the field of an answer; its tokens are labels.", "FIELD")
+    chat: Text = option("Rows are conversations: field with a list of messages (role and content).", "FIELD")
+    prompt: Text = option("With --answer: field of the prompt; its tokens are not labels.", "FIELD")
+    answer: Text = option("With --prompt: field of the answer; its tokens are labels.", "FIELD")
     chosen: Text = option(
-        "Rows are pairs: the field of the better answer (a text with --prompt, or messages).", "FIELD"
+        "Rows are preference pairs: field of the better answer (a text with --prompt, else messages).", "FIELD"
     )
-    rejected: Text = option("With --chosen: the field of the worse answer.", "FIELD")
-    text: Text = option("Rows are documents: this field of JSON lines, parquet or `datasets`.", "FIELD")
+    rejected: Text = option("With --chosen: field of the worse answer.", "FIELD")
+    text: Text = option("Rows are documents: field of the text, in JSON lines, parquet or `datasets`.", "FIELD")
     format: Literal["openai", "sharegpt", "alpaca"] | None = option(
-        "Format of conversations; default: detected row by row, and reported."
+        "Format of conversations; default: detected in each row, and reported."
     )
-    chat_template: Text = option("A chat template in place of the tokenizer's default.", "FILE|NAME")
-    template_args: list[str] | None = option("An argument of the template: enable_thinking=false.", "NAME=VALUE")
-    train_on: Literal["all", "last"] = option("Answers that are labels: all, or the last of a row.", default="all")
+    chat_template: Text = option("Chat template instead of the tokenizer's default.", "FILE|NAME")
+    template_args: list[str] | None = option(
+        "Argument of the chat template, such as enable_thinking=false; may be repeated.", "NAME=VALUE"
+    )
+    train_on: Literal["all", "last"] = option(
+        "Answers of a row that become labels: all, or only the last one.", default="all"
+    )
     border: Literal["exact", "common"] = option(
-        "exact: refuse rows in which the template writes another text before an answer than generation sees; "
-        "common: there, labels begin where the two differ.",
+        "If the template renders the text before an answer otherwise than generation does: exact refuses the row, "
+        "common begins the labels at the first difference.",
         default="exact",
     )
-    ignore_field: list[str] | None = option("A field that the template may drop: reasoning_content, tools.", "NAME")
-    unlabelled: Refused = option("Rows without an answer to train on.", default="refuse")
-    bad_rows: Refused = option("Rows that cannot be used; the dropped ones are counted.", default="refuse")
-    date: Text = option("The day that templates see; default: today, kept in the file.", "YYYY-MM-DD")
-    begin_token: Literal["none", "auto"] = option(
-        "auto: documents begin with the token that the tokenizer puts there.", default="none"
+    ignore_field: list[str] | None = option(
+        "Field that the template may drop, such as reasoning_content or tools; may be repeated.", "NAME"
     )
-    split: Text = option("The split of a directory of `datasets`.", "NAME")
-    length: int | None = option("Count what is longer than a sequence of N tokens.", "N", min=2)
-    show: int = option("Print the first N samples with ⟦labels⟧ marked.", "N", default=0, min=0)
-    json: bool = flag("With --show: print nothing but a JSON line a sample.")
+    unlabelled: Refused = option("Refuse or drop rows without an answer to train on.", default="refuse")
+    bad_rows: Refused = option("Refuse or drop rows that cannot be used; dropped rows are counted.", default="refuse")
+    date: Text = option("Current date for chat templates, stored in the file; default: today.", "YYYY-MM-DD")
+    begin_token: Literal["none", "auto"] = option(
+        "auto: begin each document with the begin token of the tokenizer.", default="none"
+    )
+    split: Text = option("Split to read from a directory of `datasets`.", "NAME")
+    length: int | None = option("Count the samples or documents that are longer than N tokens.", "N", min=2)
+    show: int = option("Print the first N samples, with their labels in ⟦ ⟧.", "N", default=0, min=0)
+    json: bool = flag("With --show: print only one JSON line per sample.")
 
     def makes_samples(self, tokenizer: str | None) -> bool:
-        """Whether rows become samples with labels, not texts. Raises PlanError for options that do not go together."""
+        """Return whether rows become samples with labels, not texts. Raises PlanError for conflicting options."""
         if (self.chosen is None) != (self.rejected is None):
             raise PlanError("--chosen and --rejected go together", where="--chosen", fix="name both fields")
         is_pair = self.chosen is not None
@@ -64,10 +70,10 @@ class Instruction:
             self._check_texts()
             return False
         if tokenizer is None:
-            what = "answers need the model's tokenizer, which ends them as generation does"
+            what = "answers need the model's tokenizer, for its chat template and its end token"
             raise PlanError(what, where="--tokenizer", fix="add --tokenizer DIR, the model's directory")
         if self.json and not self.show:
-            raise PlanError("--json is for the samples of --show", where="--json", fix="add --show N")
+            raise PlanError("--json applies to the samples of --show", where="--json", fix="add --show N")
         return True
 
     def _check_texts(self) -> None:
@@ -80,7 +86,7 @@ class Instruction:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the template: values as JSON, else as text. Raises PlanError."""
+        """Arguments of the chat template: JSON values, else texts. Raises PlanError for another form."""
         found: dict[str, Any] = {}
         for text in self.template_args or ():
             name, equals, value = text.partition("=")

@@ -138,7 +138,7 @@ def test_a_mean_that_nobody_saved_is_not_scored(files: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--data", "{files}/text.txt", "--stride", "17"], "a window predicts 16 tokens, a stride of 17"),
+        (["--data", "{files}/text.txt", "--stride", "17"], "a window predicts 16 tokens, so that a stride of 17"),
         (["--data", "{files}/text.txt", "--cloze", "--stride", "4"], "--stride applies to perplexity only"),
         (["--data", "{files}/text.txt", "--cloze", "--perplexity"], "--perplexity and --cloze cannot be combined"),
         (["--data", "{files}/none.txt"], "no file or directory"),
@@ -204,7 +204,7 @@ def test_processes_that_it_starts_find_what_one_does(files: Path) -> None:
     assert {k: v for k, v in two.items() if k.startswith("num")} == {
         k: v for k, v in one.items() if k.startswith("num")
     }
-    assert "the weights are the initial ones" in result.stderr
+    assert "no --load: using the initial weights of" in result.stderr
 
 
 TEXTS = ("The sea", "On", "A ship is")

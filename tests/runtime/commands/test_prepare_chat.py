@@ -226,13 +226,13 @@ def test_rows_without_an_answer_may_be_dropped_and_large_or_strange_texts_pass(m
         (["--chat", "messages", "--tokenizer", "bare", "--chat-template", "none"], "no chat template none"),
         (["--chat", "messages", "--tokenizer", "bare", "--date", "today"], "--date today is no day"),
         (["--chat", "messages", "--tokenizer", "bare", "--template-args", "x"], "is not NAME=VALUE"),
-        (["--chat", "messages", "--tokenizer", "bare", "--end-token", "x"], "are for texts"),
+        (["--chat", "messages", "--tokenizer", "bare", "--end-token", "x"], "apply to texts"),
         (["--chat", "messages", "--text", "x"], "four kinds of rows"),
         (["--chosen", "a", "--rejected", "b", "--prompt", "p", "--answer", "c"], "four kinds of rows"),
         (["--prompt", "q"], "--prompt and --answer go together"),
         (["--train-on", "last"], "--train-on without --chat"),
         (["--show", "3"], "--show without --chat"),
-        (["--chat", "x", "--tokenizer", "bare", "--json"], "--json is for the samples of --show"),
+        (["--chat", "x", "--tokenizer", "bare", "--json"], "--json applies to the samples of --show"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_error(

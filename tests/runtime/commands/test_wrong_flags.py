@@ -55,11 +55,11 @@ TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
         "is a int, not a function": ("own.py:NUMBER", *SETS),
         "takes (row), and gets 3 arguments": ("own.py:row", *SETS),
         "has an unknown form": ("own.py", *SETS),
-        "--metric is for validations, and there are none": ("own.py:figures",),
-        "prompts are for a metric of texts": ("own.py:figures:texts", *SETS),
+        "--metric applies to validations, but --validate-every is missing": ("own.py:figures",),
+        "--prompts and --metric FILE.py:FUNCTION:texts need each other": ("own.py:figures:texts", *SETS),
     },
     "--prompts": {
-        "prompts are for a metric of texts": ("rows.jsonl", *SETS),
+        "--prompts and --metric FILE.py:FUNCTION:texts need each other": ("rows.jsonl", *SETS),
         "no.jsonl": ("no.jsonl", *TEXTS[:-1]),
         "has no prompt": ("empty.jsonl", *TEXTS[:-1]),
         "the row has no text 'prompt'": ("rows.jsonl", *TEXTS[:-1]),
@@ -68,8 +68,8 @@ TRAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "--validation-data": {
         "NAME=FILE": ("text.txt", "--validate-every", "1"),
         "no file or directory no.txt": ("a=no.txt", "--validate-every", "1"),
-        "comes twice": ("a=text.txt", *SETS),
-        "--validation-data is for validations, and there are none": ("a=text.txt",),
+        "the name is repeated": ("a=text.txt", *SETS),
+        "--validation-data applies to validations, but --validate-every is missing": ("a=text.txt",),
     },
     "--validate-every": {
         "'--validate-every': Input should be greater than or equal to 1": ("0",),
@@ -173,11 +173,15 @@ BAD: dict[str, tuple[str, ...]] = {
     "its role is unknown": ("train", "--strange"),
     "packing: documents needs an input": ("plan", "--packing"),
     "the plan has no length 5: it has one length": ("plan", "--length", "5"),
+    "--full adds rows to tables": ("plan", "--full", "--format", "json"),
+    "fix: remove --full, or --why and --format": ("plan", "--full", "--why", "embed.weight"),
+    "--case reruns one case: --cases and --minutes have no effect": ("fuzz", "--case", "case.json", "--cases", "2"),
     "prompt 0 has 8 tokens": ("generate", "--prompt", "To train"),
     "prompt 1 is empty": ("generate", "--prompt", "To", "--prompt", ""),
     "max_new_tokens is 0": ("generate", "--prompt", "To", "--max-new-tokens", "0"),
     "and with 7 new ones more than the 8": ("generate", "--prompt", "To", "--max-new-tokens", "7"),
 }  # fmt: skip
+OF_LAUNCHER = {"--nproc": ("--nproc", "2"), "--show-plan": ("--show-plan",), "--max-restarts": ("--max-restarts", "1")}
 OF_SPEC = {"--packing": INPUTS + "data: {packing: documents}\n", "--strange": INPUTS.replace("labels: ", "mine: ")}
 
 
@@ -197,3 +201,18 @@ def test_it_is_refused_without_a_capture(
     more = [option for option in options if option not in OF_SPEC]
     check(words, command, "model.py:Model", "spec.yaml", *data, *more)
     assert not captures
+
+
+@pytest.mark.parametrize("option", OF_LAUNCHER)
+def test_an_option_about_local_processes_is_refused_under_a_launcher(
+    option: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    given = ("--data", "text.txt", "--steps", "2", *OF_LAUNCHER[option])
+    check(f"{option} has no effect under a launcher", "train", "model.py:Model", "spec.yaml", *given)
+    assert not captures
+
+
+@pytest.mark.parametrize("option", [("--ema",), ("--names", "model")])
+def test_an_option_of_an_export_is_refused_without_one(option: tuple[str, ...]) -> None:
+    check(f"{option[0]} applies to --export, which is not given", "checkpoint", "run", *option)

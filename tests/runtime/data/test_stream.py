@@ -254,9 +254,9 @@ def test_its_end_ends_the_training_and_a_resume_goes_on_bitwise(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"compare": True}, "is a stream, which is read once"),
-        ({"data": {"validation": 0.5}}, "is a stream, which is read once"),
-        ({"mixture": (("MODEL:numbers", 0.5),)}, "is a stream, which has no share"),
+        ({"compare": True}, "is a stream, which is read only once"),
+        ({"data": {"validation": 0.5}}, "is a stream, which is read only once"),
+        ({"mixture": (("MODEL:numbers", 0.5),)}, "is a stream, which cannot be part of a mixture"),
     ],
 )
 def test_options_that_a_stream_does_not_serve_are_refused(tmp_path: Path, more: dict[str, Any], words: str) -> None:

@@ -212,7 +212,7 @@ def test_progress_tells_what_is_left():
         (["--case", "{damaged}"], "not a case of this version"),
         ([], "MODEL is missing"),
         (["--minutes", "10"], "MODEL is missing"),
-        (["m.py:build"], "MODEL needs inputs and a batch"),
+        (["m.py:build"], "SPEC is missing, which describes the inputs"),
         (["m.py:build", "--case", "x.json"], "cannot be combined with MODEL"),
     ],
 )

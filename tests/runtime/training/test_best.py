@@ -210,7 +210,7 @@ def test_all_ranks_take_another_rate_save_and_stop(run: Any, tmp_path: Path) -> 
 
 def test_a_run_says_that_the_callback_stopped_it(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run("steer", save=str(tmp_path / "run"))
-    assert capfd.readouterr().err.count("stopped after step 7: the callback asked for it") == 1
+    assert capfd.readouterr().err.count("stopped after step 7 by the callback") == 1
 
 
 def test_a_resumed_run_keeps_the_rate_until_the_callback_returns_to_the_schedule(run: Any, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_resumed_run_keeps_the_rate_until_the_callback_returns_to_the_schedule
 
 
 def test_a_wrong_rate_is_refused_at_the_line_of_the_callback(run: Any) -> None:
-    with pytest.raises(PlanError, match="a learning rate is a number, 0 or more") as caught:
+    with pytest.raises(PlanError, match="a learning rate is a finite number, 0 or more") as caught:
         run("wrong")
     assert caught.value.where.line == CALLBACK.splitlines().index('    run.set_lr(float("nan"))') + 1
 
@@ -233,7 +233,7 @@ def test_a_wrong_rate_is_refused_at_the_line_of_the_callback(run: Any) -> None:
     [
         (lambda run: run.save(), "add --save DIR"),
         (lambda run: run.set_lr(-1.0), "0 or more"),
-        (lambda run: run.log("loss", 1.0), "every row has a figure of this name"),
+        (lambda run: run.log("loss", 1.0), "every row already has a figure of this name"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(ask: Any, words: str) -> None:

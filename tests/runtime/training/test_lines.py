@@ -223,7 +223,7 @@ def test_a_run_that_goes_on_by_itself_says_what_was_lost_and_where_it_cannot_kno
     damaged(tmp_path)
     assert runs.start("third", 4, resume=AUTO) == 4
     told = capfd.readouterr().err
-    assert "lost: latest is damaged" in told
+    assert "skipped: latest is damaged" in told
     assert f"resuming from {tmp_path / names(tmp_path)[2]}" in told
     runs.start("fourth", 8, resume=str(tmp_path / "step-00000006"))
     absent(tmp_path)

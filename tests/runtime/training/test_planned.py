@@ -77,7 +77,7 @@ def test_a_run_of_a_saved_plan_never_loads_the_model(
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2
     assert 0 < losses[1] < losses[0] < 7
-    assert capfd.readouterr().err.count("MODEL has no weights: they are drawn as `initialization`") == 1
+    assert capfd.readouterr().err.count("MODEL has no weights: they are drawn by `initialization`") == 1
 
 
 @pytest.mark.thorough
@@ -115,7 +115,7 @@ def test_a_plan_names_no_function_that_the_spec_leaves_open() -> None:
 def test_options_that_run_the_model_itself_are_refused(saved: Path, option: dict[str, Any]) -> None:
     (name,) = option
     error = refused(job(saved, **option))
-    assert error.what == f"--{name} runs the model itself, and a saved plan does not hold its code"
+    assert error.what == f"--{name} runs the model itself, but a saved plan does not contain its code"
 
 
 def test_a_plan_of_tables_alone_does_not_run(saved: Path) -> None:
