@@ -1,10 +1,10 @@
-"""The promise of a plan, kept while it runs: every N-th step one microbatch goes through the user's own module.
+"""Audits a running plan: every N steps, the engine's loss of one microbatch is compared with the user's own module.
 
-    engine      the loss of a global batch with this one as every microbatch, with the weights of the step
-    module      its loss of this microbatch; if the loss grows with the batch (a sum), of the same global batch
+    engine      its loss of a global batch that repeats this microbatch, with the weights of the step
+    module      its loss of this microbatch; if the loss grows with the batch (a sum), of the repeated batch
 
-Behaviour that no capture sees, such as a forward with another path in each tenth call, makes them differ. Dropout is
-off on both sides; other random numbers have no counterpart, so a forward that draws them is refused.
+The losses differ if the forward does something that the capture did not see, such as another path in every tenth call.
+Dropout is off on both sides; a forward that draws other random numbers cannot be audited and is refused.
 """
 
 import math
@@ -39,14 +39,12 @@ class AuditError(RunError):
 
 
 class AuditWarning(UserWarning):
-    """A warning instead of the error, with `audit.on_difference: warn`."""
+    """The same difference as a warning, with `audit.on_difference: warn`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One microbatch. ``index``: its number in the batch it comes from; ``num_copies``: copies that make a global
-    batch.
-    """
+    """One microbatch. ``index``: its number in its batch; ``num_copies``: copies that make a global batch."""
 
     index: int
     rows: dict[str, Tensor]
@@ -58,10 +56,10 @@ class Sample:
 
 
 class Audit:
-    """Owns, on rank 0, the user's module; it stays in the host's memory as long as the engine does."""
+    """Owns the user's module on rank 0, which keeps it in host memory as long as the engine lives."""
 
     def __init__(self, plan: Plan, spec: Spec, groups: Groups) -> None:
-        """On every rank, before the model is released. Raises PlanError, on every rank, if no audit can be made."""
+        """Called on every rank before the model is released. Raises PlanError on every rank if no audit can be made."""
         assert spec.audit.every is not None
         self._asked, self._groups, self._every = spec.audit, groups, spec.audit.every
         self._bytes = gathered_bytes(plan)
@@ -78,7 +76,8 @@ class Audit:
         return (step_index + 1) % self._every == 0
 
     def sample(self, batch: Batch, layout: BatchLayout, step_index: int, *, local: bool) -> Sample:
-        """The microbatch of this step, the same on every rank: another one each time. ``local``: one of dp rank 0's."""
+        """Return the microbatch to audit, the same on every rank, another one at each audit. ``local``: the batch has
+        the rows of one dp rank only; the microbatch is then one of rank 0."""
         num_copies = layout.global_size // layout.micro
         count = layout.num_microbatches if local else num_copies
         index = ((step_index + 1) // self._every - 1) % count
@@ -86,7 +85,7 @@ class Audit:
         return Sample(index, self._of_rank_0(rows) if local else rows, num_copies)
 
     def check_memory(self) -> None:
-        """Raises PlanError on every rank if the host has no room for the weights; called before they are gathered."""
+        """Raise PlanError on every rank if the host lacks memory for the weights; called before they are gathered."""
         with agreed(self._groups):
             if self._groups.rank == 0:
                 refuse_too_large(self._bytes, available_bytes())
@@ -94,29 +93,29 @@ class Audit:
     def compare(
         self, sample: Sample, layout: BatchLayout, loss: float, weights: Mapping[str, Tensor], buffers: Batch
     ) -> tuple[float, float]:
-        """The loss of the user's module and the relative difference allowed, the same on every rank.
+        """Return the loss of the user's module and the allowed relative difference, the same on every rank.
 
-        ``loss``: the engine's; ``weights`` and ``buffers``: full tensors, on rank 0. Raises PlanError on every rank if
+        ``loss``: of the engine; ``weights`` and ``buffers``: full tensors, on rank 0. Raises PlanError on every rank if
         the module fails.
         """
         own = None
         with agreed(self._groups, rank_0_is_long=True):
             if self._module is not None:
-                # on the CPU, in the dtypes that the engine computes in
+                # on the CPU, in the dtypes in which the engine computes
                 rows = {n: value.cpu().to(layout.computed.get(n, value.dtype)) for n, value in sample.rows.items()}
                 own = self._own(self._module, replace(sample, rows=rows), loss, weights, buffers)
         return broadcast_json(self._groups, own, of_kind(tuple[float, float]))
 
     def judge(self, step_index: int, sample: Sample, loss: float, own: float, allowed: float) -> None:
-        """If the losses differ, raises AuditError on every rank or warns on rank 0, as the spec says."""
+        """If the losses differ, raise AuditError on every rank or warn on rank 0, by ``audit.on_difference``."""
         if is_equal(loss, own, allowed):
             return
         size = len(next(iter(sample.rows.values())))
         text = (
             f"audit of step {step_index + 1}: the engine has loss {loss:.9g}, your module has {own:.9g}, for "
-            f"microbatch {sample.index} ({size} sequences); allowed is a relative difference of {allowed:.1e}\n  "
-            "fix: the forward does not compute the same as at its capture: find Python state that it keeps between "
-            "calls, and pass it as an input; `meshwright verify` shows whether the plan is wrong"
+            f"microbatch {sample.index} ({size} sequences); the allowed relative difference is {allowed:.1e}\n  "
+            "fix: the forward no longer computes what was captured: find the Python state that it keeps between calls, "
+            "and pass it as an input; `meshwright verify` shows whether the plan is wrong"
         )
         if self._asked.on_difference == "stop":
             raise AuditError(text)
@@ -138,7 +137,7 @@ class Audit:
         return own, self._allowed(module).of_loss(own)
 
     def _grows(self, module: OwnModule, sample: Sample, own: float) -> bool:
-        """Whether twice the sequences have another loss than they have once, and once the same as before."""
+        """Return whether repeating the sequences changes the loss, while running them once gives ``own`` again."""
         twice = module.loss(Sample(sample.index, sample.rows, 2).repeated)
         return module.loss(sample.rows) == own and not is_equal(twice, own, self._allowed(module).loss)
 
@@ -155,7 +154,7 @@ class Audit:
 
 
 def is_equal(loss: float, own: float, allowed: float) -> bool:
-    """Two losses that are not finite are equal if they are the same: a microbatch without labels has NaN."""
+    """Return whether losses agree within ``allowed``; equal if both are NaN, as for a microbatch without labels."""
     if not (math.isfinite(loss) and math.isfinite(own)):
         return loss == own or (math.isnan(loss) and math.isnan(own))
     return abs(loss - own) <= allowed * abs(own)
@@ -168,25 +167,23 @@ def check_audit(plan: Plan) -> None:
 
 
 def gathered_bytes(plan: Plan) -> int:
-    """Bytes of all weights as full tensors."""
+    """Return the bytes of all weights as full tensors."""
     return sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in plan.parameters)
 
 
 def refuse_too_large(num_bytes: int, available: int | None) -> None:
-    """Raise PlanError if the weights do not fit beside the data that the host holds already. ``available``: None if not
-    known.
-    """
+    """Raise PlanError if the weights do not fit into the ``available`` bytes of the host (None: unknown)."""
     if available is not None and num_bytes > available:
         raise PlanError(
-            f"audit: the weights of one step are {format_bytes(num_bytes)} to gather on the host of rank 0, which "
-            f"has {format_bytes(available)} of memory left",
+            f"audit: gathering the weights takes {format_bytes(num_bytes)} of memory on the host of rank 0, which has "
+            f"{format_bytes(available)} left",
             where="audit",
             fix="remove audit, give rank 0 a host with more memory, or audit a smaller model of the same code",
         )
 
 
 def refuse_draws(decisions: Decisions) -> None:
-    """Raise PlanError at the line of a draw that cannot be turned off as dropout can."""
+    """Raise PlanError at the line of random numbers other than dropout, which cannot be turned off."""
     for node in decisions.program.graph.graph.nodes:
         if node.op == "call_function" and is_random(node) and packet_of(node.target) not in _DROPOUTS:
             what = f"audit: the forward draws random numbers ({node.target}), which would differ in eager mode"
@@ -195,7 +192,7 @@ def refuse_draws(decisions: Decisions) -> None:
 
 
 def available_bytes() -> int | None:
-    """The host memory that a process can still allocate, within its container's limit too; None if not known."""
+    """Return the host memory that a process can still allocate, within its container too; None if unknown."""
     try:
         line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # another system

@@ -1,12 +1,12 @@
-"""The user's own module, uncopied, run in eager mode with the weights of a step.
+"""The user's own module, not a copy, run in eager mode with the weights of a step.
 
-    module.weight  ⇄  gathered weight      for the time of the audit; the Python object, its views and its holders stay
+    module.weight  ⇄  gathered weight      during the audit; the Python object, its views and references to it stay
 
 The module runs in the mode (training or not) in which it was planned, with gradients on, so that its code takes the
-path that it takes in training. Dropout is the identity, as in ``Engine.evaluate``; nothing is saved for a backward.
-``model.eval()`` would turn off more than dropout: other branches, norms and losses ask for the mode too.
+path of training. Dropout is the identity, as in ``Engine.evaluate``; nothing is saved for a backward.
+``model.eval()`` would turn off more than dropout: other branches, norms and losses depend on the mode too.
 
-The lowest precision that a module computes in says how far apart rounding may drive two runs of it.
+The lowest precision in which a module computes determines the tolerance between two runs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Batch = Mapping[str, Tensor]
 _DROPOUTS = {F.dropout, torch.dropout, torch.dropout_}
 _MULTI_HEAD = [*inspect.signature(F.multi_head_attention_forward).parameters]
 _PLACES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: _MULTI_HEAD.index("dropout_p")}
-# In half precision a smaller loss may differ by as much as this one: cross-entropy subtracts logits that are larger
-# than their difference. Logits of 4 to 8 in bfloat16 are rounded by up to 0.016 on each side.
+# In half precision, a loss below this one may differ as much as this one: cross-entropy subtracts logits that are
+# larger than their difference. Logits of 4 to 8 in bfloat16 are rounded by up to 0.016 on each side.
 SMALL_LOSS = 2.0
-NOISE = 8.0  # rounding errors of the model's largest gradient that any gradient may be off by
+NOISE = 8.0  # allowed error of any gradient, in rounding errors of the model's largest gradient
 
 
 class OwnModule:
-    """Owns the user's module; between audits it holds the values that the user gave it.
+    """Owns the user's module, which has its original values between audits.
 
-    ``precision``: the lowest that its forwards have computed in so far.
+    ``precision``: the lowest dtype in which its forwards have computed so far.
     """
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
@@ -59,7 +59,7 @@ class OwnModule:
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the module has these weights, all of them, and of its buffers those given; copies of the others.
+        """Give the module ``weights`` (all of them), ``buffers``, and copies of its other buffers.
 
         ``weights`` hold the module's own values meanwhile.
         """
@@ -71,7 +71,7 @@ class OwnModule:
             yield
 
     def loss(self, batch: Batch) -> float:
-        """The loss of one forward. Raises PlanError if the module fails on the CPU, or returns no loss."""
+        """Return the loss of one forward. Raises PlanError if the module fails on the CPU, or returns no loss."""
         with ExitStack() as stack:
             in_its_modes = installed(*self._modes)
             for context in (in_eager_mode(), caches_off(self._model), in_its_modes, generators_as_before()):
@@ -93,12 +93,12 @@ class OwnModule:
         return loss_of(output, self._wanted).item()
 
     def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter, its value); a tied parameter comes once."""
+        """Yield (parameter, its value); a tied parameter once."""
         for name, parameter in self._model.named_parameters():
             yield parameter, weights[name].view(parameter.shape)
 
     def _buffers(self, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copies, since a forward may write into them."""
+        """Yield (buffer, a copy of its value), as a forward may write into buffers."""
         for name, buffer in self._model.named_buffers():
             if buffer.layout is torch.strided:
                 value = (given[name] if name in given else buffer_value(self._model, name)).detach().cpu()
@@ -108,8 +108,8 @@ class OwnModule:
 
 @contextmanager
 def _exchanged(tensor: Tensor, value: Tensor) -> Iterator[None]:
-    """Swaps the contents, so that views of the tensor see the new values; swaps the tensors if their memory differs in
-    kind.
+    """Swap the contents, so that views of the tensor see the new values; or swap the tensors if device, dtype or layout
+    differ.
     """
     if tensor.device != value.device or tensor.dtype != value.dtype or tensor.layout is not torch.strided:
         with _swapped(tensor, value):
@@ -130,20 +130,26 @@ def _change_contents(a: Tensor, b: Tensor) -> None:
 
 @contextmanager
 def _swapped(tensor: Tensor, value: Tensor) -> Iterator[None]:
-    """The Python object ``tensor`` is ``value``; its class and its attributes stay."""
-    stand_in = value
-    if isinstance(tensor, nn.Parameter):
-        stand_in = nn.Parameter(value, tensor.requires_grad)
-        stand_in.__dict__.update(vars(tensor))  # pyright: ignore[reportAttributeAccessIssue]
-    swap(tensor, stand_in)
+    """Make the Python object ``tensor`` hold ``value``, with its class and attributes unchanged."""
+    other = stand_in(tensor, value)
+    swap(tensor, other)
     try:
         yield
     finally:
-        swap(tensor, stand_in)
+        swap(tensor, other)
+
+
+def stand_in(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` as a parameter with the attributes of ``tensor``, to swap them, if ``tensor`` is a parameter."""
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, tensor.requires_grad)
+    parameter.__dict__.update(vars(tensor))  # pyright: ignore[reportAttributeAccessIssue]
+    return parameter
 
 
 def _drop(saved: Any) -> None:
-    """Saves nothing for a backward."""
+    """Save nothing for a backward."""
 
 
 def _not_there(dropped: None) -> Tensor:
@@ -153,7 +159,7 @@ def _not_there(dropped: None) -> Tensor:
 
 
 def loss_of(output: Any, wanted: str) -> Tensor:
-    """The loss among a model's outputs: the one named ``wanted``, else ``loss``, else the only scalar with gradient."""
+    """Return the loss among a model's outputs: named ``wanted``, else ``loss``, else the only scalar with gradient."""
     output = plain_structure(output)
     if isinstance(output, Tensor):
         return output
@@ -170,7 +176,7 @@ def loss_of(output: Any, wanted: str) -> Tensor:
 
 
 class NoDropout(TorchFunctionMode):
-    """Inside, each dropout gives back its input, and attention drops nothing."""
+    """Makes each dropout the identity, in attention too, while it is entered."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -188,9 +194,8 @@ class NoDropout(TorchFunctionMode):
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Allowed differences: ``loss`` and ``gradient`` relative, ``parameter`` absolute after ``num_updates`` updates.
-    A loss below ``small_loss`` may differ as much as that.
 
-    A parameter's own rounding comes on top: see ``rounding``.
+    A loss below ``small_loss`` may differ as much as that one. ``rounding`` of a parameter is added to ``parameter``.
     """
 
     dtype: torch.dtype
@@ -201,27 +206,28 @@ class Tolerance:
     small_loss: float = 0.0
 
     @classmethod
-    def of(cls, dtype: torch.dtype, lr: float, given: float | None = None, *, num_updates: int = 1) -> Tolerance:
-        """By the lowest precision that a model computes in; ``given`` replaces those of loss and gradients."""
+    def of(cls, dtype: torch.dtype, lr: float, asked: float | None = None, *, num_updates: int = 1) -> Tolerance:
+        """Return the tolerance of a model with lowest precision ``dtype``. ``asked``: of loss and gradients instead."""
         table = {torch.float64: (1e-10, 1e-8, 1e-4), torch.float32: (2e-6, 5e-5, 0.2)}
-        # AdamW moves an element by about lr whatever its gradient's size: a noisy sign is worth 2·lr an update.
+        # AdamW moves an element by about lr whatever the size of its gradient: a wrong sign moves it 2·lr an update
         loss, gradient, updates = table.get(dtype, (2e-2, 1e-1, 2.0 * num_updates))
-        small = SMALL_LOSS if given is None and dtype not in table else 0.0
-        return cls(dtype, given or loss, given or gradient, updates * lr, num_updates, small)
+        small = SMALL_LOSS if asked is None and dtype not in table else 0.0
+        loss, gradient = (loss, gradient) if asked is None else (asked, asked)
+        return cls(dtype, loss, gradient, updates * lr, num_updates, small)
 
     def of_loss(self, loss: float) -> float:
-        """The relative difference allowed to this loss."""
+        """Return the allowed relative difference of this loss."""
         return self.loss * max(1.0, self.small_loss / max(abs(loss), 1e-300))
 
     def rounding(self, truth: Tensor) -> Tensor:
-        """The rounding of a stored parameter, by element: each update adds up to one step between neighbours, eps·|x|.
+        """Return the allowed rounding of each element of a parameter: up to eps·|x| for each update.
 
-        In bfloat16 a step is larger than the update itself. One process rounds at each update; the engine updates
-        float32 main weights and rounds once. |x| is taken as large as the tolerance lets the engine's parameter be.
+        In bfloat16 this is more than the update itself. One process rounds at each update; the engine updates float32
+        main weights and rounds once. |x| is as large as the tolerance allows the engine's parameter to be.
         """
         largest = truth.detach().double().abs() + self.parameter
         return largest * (torch.finfo(truth.dtype).eps * self.num_updates)
 
     def gradient_floor(self, largest: float) -> float:
-        """Below this size a gradient is rounding noise of the model's ``largest`` (as of a key's bias in attention)."""
-        return NOISE * torch.finfo(self.dtype).eps * largest / self.gradient
+        """Return the size below which a gradient is rounding noise of the model's ``largest`` (as of a key's bias)."""
+        return NOISE * torch.finfo(self.dtype).eps * largest / self.gradient if self.gradient else 0.0

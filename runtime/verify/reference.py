@@ -1,12 +1,11 @@
-"""The truth: the unmodified model in one process, trained by plain torch on the full global batch.
+"""The reference: the unmodified model in one process, trained by plain torch on the full global batch.
 
-No decision of the planner and no pass takes part, so a difference from the engine is a difference from the user's
-model.
+No decision of the planner and no pass takes part, so that a difference from the engine is one from the user's model.
 
-The model is trained itself, not a copy of it. A copy may be another model: tensors in a closure, a hook or a patched
-forward stay those of the original, so that a copied reference would lose the same weights as a copied capture, and
-agree with it. A second build from the same seed is equal only if every draw of the constructor follows torch's seed.
-The object itself needs no such assumption, and ``Untouched`` checks that nothing has changed it before.
+The model itself is trained, not a copy. A copy may be another model: tensors in a closure, a hook or a patched forward
+stay those of the original, so that a copied reference would lose the same weights as a copied capture, and agree with
+it. A second build from the same seed is equal only if every draw of the constructor follows torch's seed. The object
+itself needs no such assumption, and ``Untouched`` checks that nothing has changed it before.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from planner.spec.update_rules import PREFIX, UPDATE_RULES, class_of, options_of
 from planner.updates import Settings, base_of, settings_of
-from runtime.audit.own_module import loss_of
+from runtime.audit.own_module import loss_of, stand_in
 from runtime.checkpoint.conversion import described
 from runtime.checkpoint.pretrained_load import find_in, read_whole
 from runtime.checkpoint.weight_files import WeightFiles
@@ -44,17 +43,17 @@ from runtime.weights.initial_weights import fingerprint_of_model
 from runtime.weights.sources import weight_source
 
 if TYPE_CHECKING:
-    from runtime.verify.named_draws import NamedDraws  # it captures: a run of training does not
+    from runtime.verify.named_draws import NamedDraws  # imports the capture, which training does not need
 
 
 class Untouched:
-    """Owns the fingerprints of a model's weights as they were when it was made."""
+    """Owns the fingerprints of a model's weights from before its plan."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = fingerprint_of_model(model)
 
     def check(self, model: nn.Module) -> None:
-        """Raise PlanError if ``model`` has changed since: a reference that starts elsewhere would prove nothing."""
+        """Raise PlanError if ``model`` has changed since: the reference must start from the same weights."""
         now = fingerprint_of_model(model)
         names = [name for name in {**self._before, **now} if self._before.get(name) != now.get(name)]
         if names:
@@ -64,16 +63,17 @@ class Untouched:
 
 
 def with_values(model: nn.Module, reference: str, plan: Plan, spec: Spec) -> nn.Module:
-    """``model``, which was planned, if it holds values; else another with those of its directory or seed, in the same
-    mode. One that its own code builds on the meta device has the values that engines draw for it.
+    """Return the planned ``model`` if it has values, else a new one with those of its directory or seed, in its mode.
+
+    A model that its code builds on the meta device gets the values that engines draw for it.
     """
     if not _is_on_meta(model):
         return model
-    found = load_model(reference, materialize=True, seed=spec.seed, fill=fill_from_files).train(model.training)
-    if _is_on_meta(found):
+    loaded = load_model(reference, materialize=True, seed=spec.seed, fill=fill_from_files).train(model.training)
+    if _is_on_meta(loaded):
         source = weight_source(plan, spec)
-        _fill(found, lambda name, p: source.parameter(name, tuple(p.shape), p.dtype).clone())
-    return found
+        _fill(loaded, lambda name, p: source.parameter(name, tuple(p.shape), p.dtype).clone())
+    return loaded
 
 
 def fill_from_files(model: nn.Module, directory: Path) -> None:
@@ -92,11 +92,9 @@ def fill_from_files(model: nn.Module, directory: Path) -> None:
 
 
 def _fill(model: nn.Module, value_of: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """In the objects themselves, so that what is tied stays tied."""
+    """Replace the values inside the parameter objects, so that tied parameters stay tied."""
     for name, parameter in model.named_parameters():
-        stand_in = nn.Parameter(value_of(name, parameter), parameter.requires_grad)
-        stand_in.__dict__.update(vars(parameter))  # pyright: ignore[reportAttributeAccessIssue]
-        swap(parameter, stand_in)
+        swap(parameter, stand_in(parameter, value_of(name, parameter)))
 
 
 def _is_on_meta(model: nn.Module) -> bool:
@@ -104,23 +102,23 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _dtype_of(spec: Spec) -> torch.dtype | None:
-    from planner.captured import dtype_of  # it captures: a run of training does not
+    from planner.captured import dtype_of  # imports the capture, which training does not need
 
     return dtype_of(spec)
 
 
 def in_its_dtype(batch: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
-    """``batch`` as ranks read it: its floats in the dtype of the parameters, if a spec sets one."""
+    """Return ``batch`` with its floats in the dtype of the parameters, if the spec sets one, as ranks read it."""
     dtype = _dtype_of(spec)
     return {name: v if dtype is None or not v.is_floating_point() else v.to(dtype) for name, v in batch.items()}
 
 
 class OneProcess:
-    """Trains ``model`` itself. Owns torch's optimizers over it, and the count of updates.
+    """Trains ``model`` itself. Owns torch's optimizers, and the number of updates.
 
-    Made after the engine that it is compared with, which takes its weights from the same model.
-    ``draws``: the names of its draws, if dropout is on. ``parameters``: the plan's rows, if its optimizer has a rule of
-    matrices. ``ignored``: by key the label that the loss skips, if the model is to see each document alone.
+    Made after the engine with which it is compared, because that copies its weights from the same model.
+    ``draws``: replaces random numbers, if dropout is on. ``parameters``: the plan's rows, if a rule updates matrices.
+    ``ignored``: key → ignored label, if each document gets its own row.
     """
 
     def __init__(
@@ -143,12 +141,12 @@ class OneProcess:
         self.num_updates = 0
 
     def forward_backward(self, batch: Mapping[str, Tensor]) -> float:
-        """The loss of the global batch; gradients are left in ``.grad``."""
+        """Return the loss of the global batch, and leave gradients in ``.grad``."""
         self.model.zero_grad()
         draws = self.draws
         if self.ignored is not None:
             batch = each_document_alone(batch, self.spec, self.ignored)
-        # caches are for generation: with one, some models mask otherwise
+        # caches are for generation: some models mask differently with one
         rows = self.spec.in_rows(batch)
         drawn = nullcontext() if draws is None else draws.forward(self.num_updates, rows)
         with in_eager_mode(), caches_off(self.model), drawn:
@@ -158,7 +156,7 @@ class OneProcess:
         return loss.item()
 
     def update(self) -> float:
-        """Clip, one update at this update's learning rate; returns the gradient norm before clipping."""
+        """Clip gradients and make one update at its learning rate; return the gradient norm before clipping."""
         o = self.spec.optimizer
         self._mains.read()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -180,40 +178,40 @@ class OneProcess:
 
 
 class Mains:
-    """Owns a float32 copy of each trained float16 parameter, which is updated in its place: in float16 AdamW's eps is
-    zero, so a gradient of zero would make the weight NaN."""
+    """Owns a float32 copy of each trained float16 parameter, which the optimizer updates instead: in float16, AdamW's
+    eps is zero, so that a gradient of zero would make the weight NaN."""
 
     def __init__(self, model: nn.Module) -> None:
         halves = (p for p in model.parameters() if p.dtype == torch.float16 and p.requires_grad)
         self._of: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().float()) for p in halves}
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The tensor that is updated."""
+        """Return the tensor that the optimizer updates."""
         return self._of.get(parameter, parameter)
 
     @torch.no_grad()
     def read(self) -> None:
-        """The gradients, and weights that have changed since ``write``."""
+        """Copy the gradients, and weights that have changed since ``write``, into the copies."""
         for parameter, main in self._of.items():
             main.copy_(torch.where(main.to(parameter.dtype) == parameter, main, parameter.float()))
             main.grad = None if parameter.grad is None else parameter.grad.float()
 
     @torch.no_grad()
     def write(self) -> None:
-        """The updated weights, rounded."""
+        """Copy the updated weights, rounded, into the parameters."""
         for parameter, main in self._of.items():
             parameter.copy_(main)
 
 
 class _Own(torch.optim.Optimizer):
-    """Called as torch's own are: groups, and defaults by name."""
+    """An optimizer with the arguments of torch's own: groups, and defaults by name."""
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, defaults)
 
 
 class Lion(_Own):
-    """Chen et al. 2023: the sign of a mean of gradients, with decoupled weight decay."""
+    """Lion (Chen et al. 2023): the sign of a mean of gradients, with decoupled weight decay."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -227,7 +225,7 @@ class Lion(_Own):
 
 
 class ScheduleFree(_Own):
-    """Defazio et al. 2024, AdamW: the parameters are y, and z and the sum of squared learning rates are kept."""
+    """Schedule-free AdamW (Defazio et al. 2024): parameters are y; z and the sum of squared rates are the state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -248,9 +246,9 @@ class ScheduleFree(_Own):
 
 
 class WholeMatrices(_Own):
-    """torch's Muon over the matrices that a weight is made of (passes.program.matrices), each by itself.
+    """torch's Muon for each of the matrices in a weight (passes.program.matrices).
 
-    A group has ``matrices``, of each of its parameters.
+    A group has ``matrices`` for each of its parameters.
     """
 
     @torch.no_grad()
@@ -264,9 +262,9 @@ class WholeMatrices(_Own):
         places = list(places_of(tuple(p.shape), matrices))
         parts = [torch.cat([p[box] for box in boxes], dim) for dim, boxes in places]
         if "own" not in self.state[p]:
-            given = {key: group[key] for key in ("weight_decay", "momentum", "nesterov")}
-            made = torch.optim.Muon([nn.Parameter(x) for x in parts], adjust_lr_fn=group["adjust_lr"], **given)
-            self.state[p]["own"] = made
+            options = {key: group[key] for key in ("weight_decay", "momentum", "nesterov")}
+            own = torch.optim.Muon([nn.Parameter(x) for x in parts], adjust_lr_fn=group["adjust_lr"], **options)
+            self.state[p]["own"] = own
         own: torch.optim.Optimizer = self.state[p]["own"]
         own.param_groups[0]["lr"] = group["lr"]
         held = own.param_groups[0]["params"]
@@ -280,7 +278,7 @@ class WholeMatrices(_Own):
 
 
 def places_of(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
-    """Of each matrix its boxes of the weight, and the dim along which they lie one after another."""
+    """Yield, for each matrix in a weight, the dim along which its boxes are concatenated, and the boxes."""
     dim = matrices.dim - (len(shape) - 2)
     for place in product(*(range(n) for n in shape[:-2])):
         for index in range(len(matrices.sizes)):
@@ -291,9 +289,9 @@ def places_of(shape: tuple[int, ...], matrices: Matrices) -> Iterator[tuple[int,
 def optimizers_of(
     model: nn.Module, o: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains
 ) -> list[torch.optim.Optimizer]:
-    """Over the trained parameters, or ``mains`` of them; each group also has the ``factor`` of its learning rate.
+    """Return optimizers of the trained parameters, or their ``mains``; groups have the ``factor`` of the learning rate.
 
-    ``matrices``: of the weights that a rule of matrices updates, by name.
+    ``matrices``: name → matrices of the weights that a rule of matrices updates.
     """
     by_rule: dict[str, list[dict[str, Any]]] = {}
     for settings, group in _groups(model, o, matrices, mains):
@@ -315,16 +313,16 @@ def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch
 def _groups(
     model: nn.Module, optimizer: OptimizerSpec, matrices: Mapping[str, Matrices], mains: Mains
 ) -> Iterator[tuple[Settings, dict[str, Any]]]:
-    """The trained parameters, by their settings, as torch takes them."""
+    """Yield a group of torch for each distinct settings of trained parameters."""
     named = dict(model.named_parameters())
     rows = [replace(row, matrices=matrices.get(row.name)) for row in described(model)]
     own, base = settings_of(optimizer, rows), base_of(optimizer)
-    found: dict[Settings, list[str]] = {}
+    by_settings: dict[Settings, list[str]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
-            found.setdefault(own.get(name, base), []).append(name)
+            by_settings.setdefault(own.get(name, base), []).append(name)
     keys = ("betas", "eps", "weight_decay", "momentum", "nesterov", "adjust_lr")
-    for settings, held in found.items():
-        made = {"params": [mains.of(named[name]) for name in held], "factor": settings.factor(base)}
-        made |= {key: getattr(settings, key) for key in keys}
-        yield settings, made | {"matrices": [matrices.get(name) for name in held]}
+    for settings, names in by_settings.items():
+        group = {"params": [mains.of(named[name]) for name in names], "factor": settings.factor(base)}
+        group |= {key: getattr(settings, key) for key in keys}
+        yield settings, group | {"matrices": [matrices.get(name) for name in names]}

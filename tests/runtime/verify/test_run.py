@@ -227,6 +227,14 @@ def test_no_label_is_ignored_where_the_model_reads_it_elsewhere_too():
     assert random_batch(spec, decided, 0)["labels"].min() >= 0
 
 
+def test_a_tolerance_of_zero_allows_no_difference():
+    allowed = Tolerance.of(torch.float32, 1e-3, 0.0)
+    assert (allowed.of_loss(1.0), allowed.gradient) == (0.0, 0.0)
+    truth = torch.ones(3)
+    assert not compare_gradients({"w": truth * (1 + 1e-6)}, {"w": truth}, allowed)[0].passed
+    assert compare_gradients({"w": truth}, {"w": truth}, allowed)[0].passed
+
+
 def test_the_lowest_precision_inside_a_model_rules_its_tolerance():
     with LowestPrecision() as seen:
         torch.ones(2, dtype=torch.float64).exp().to(torch.float32).sum()
