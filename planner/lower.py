@@ -39,11 +39,8 @@ def lower(plan: Plan, rank: int, device: torch.device | str = "cpu", *, thorough
 
 
 def lower_again(plan: Plan, rank: int, first: RankProgram, of: Plan, device: torch.device | str = "cpu") -> RankProgram:
-    """Return the program of ``rank`` for another length, which shares the handles of ``first``.
-
-    ``first``: the rank's program of the plan ``of``, which has the same weights. Parameters and buffers are on meta,
-    for the runtime to replace by those of ``first``.
-    """
+    """Return the program of ``rank`` for another length, which shares the handles of ``first``, its program of the plan
+    ``of``. Parameters and buffers are on meta, for the runtime to replace by those of ``first``."""
     context, indices = context_of(plan, rank, torch.device(device), thorough=False)
     shared = _with_handles(context, first)
     sums = None if context.sums is None else GlobalSums(shared.data, context.sums.num_microbatches)
@@ -231,10 +228,7 @@ FIX = "nothing: every token runs the whole forward"
 
 
 def one_row_of(decisions: Decisions) -> OneRow:
-    """Return how one position is computed from kept rows of earlier ones.
-
-    Raises PlanError, with the op and its line, if it needs more than those.
-    """
+    """Return how one position is computed from kept rows. Raises PlanError, with op and line, if it needs more."""
     mesh = decisions.mesh
     if mesh.cp > 1:
         raise PlanError("the sequence is sharded over cp", where="mesh.cp", fix=FIX)

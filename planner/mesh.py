@@ -19,6 +19,7 @@ from planner.ranks import DEFAULT_ORDER, DENSE_TOKENS, EXPERT_TOKENS, RankGenera
 
 MOST_RANKS = 1 << 20
 SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "etp")
+EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # axis of a plan → its name in the generator of experts
 SHARD, REPLICA = "shard", "replica"  # the data axis in two: within a group of shards, and between the groups
 OF_WEIGHTS = " of weights"  # suffix of an axis: a second process group of its ranks, for gathers of sharded weights
 BETWEEN_NODES, IN_A_NODE = "ep between nodes", "ep in a node"  # the two steps of a dispatch over several nodes
@@ -72,9 +73,7 @@ class Mesh:
     @classmethod
     def from_world_size(cls, world_size: int, *, order: str = DEFAULT_ORDER, **sizes: Any) -> Mesh:
         """Return the mesh of ``world_size`` ranks with these ``sizes`` (etp None: that of tp), and dp from the rest.
-
-        Raises PlanError if the sizes do not divide ``world_size``.
-        """
+        Raises PlanError if the sizes do not divide ``world_size``."""
         given = dict[str, Any](tp=1, pp=1, cp=1) | {axis: size for axis, size in sizes.items() if size is not None}
         for axis, size in {"world size": world_size, **given}.items():
             _check_size(axis, size)
@@ -161,15 +160,22 @@ class Mesh:
         axis = axis.removesuffix(OF_WEIGHTS)
         if axis in (SHARD, REPLICA):
             return [part for ranks in self.groups(self.data_axis) for part in self.parts_of(axis, ranks)]
-        if "e" not in axis:
-            return self.groups(axis)
-        return self.expert.groups(axis.replace("etp", "tp").replace("edp", "dp"))
+        return self.generator_of(axis).groups(token_of(axis))
+
+    def generator_of(self, axis: str) -> RankGenerator:
+        """Return the generator of an axis of a plan: of the experts for ``etp``, ``ep`` and ``edp``, else the dense."""
+        return self.expert if axis.partition("-")[0] in EXPERT_AXES else self.dense
 
     def parts_of(self, axis: str, ranks: list[int]) -> list[list[int]]:
         """Split ``ranks`` of the data axis into groups that shard parameters ("shard"), or have equal shards."""
         if axis == SHARD:
             return [ranks[first : first + self.shard] for first in range(0, len(ranks), self.shard)]
         return [ranks[first :: self.shard] for first in range(self.shard)]
+
+
+def token_of(axis: str) -> str:
+    """Return the name in its generator of one or several axes of a plan: ``etp-edp`` → ``tp-dp``."""
+    return "-".join(EXPERT_AXES.get(name, name) for name in axis.split("-"))
 
 
 def all_groups(mesh: Mesh) -> dict[str, dict[str, list[list[int]]]]:

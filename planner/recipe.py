@@ -65,10 +65,7 @@ def decide_cut(
     mesh: Mesh,
     held: KeptDecisions | None = None,
 ) -> tuple[Decisions, tuple[AttentionSite, ...]]:
-    """Return the decisions, and the attentions. ``held``: decisions of the plan of another length.
-
-    Raises PlanError, also for a tp over which nothing is sharded.
-    """
+    """Decide one cut. ``held``: decisions for another length. Raises PlanError, also if tp shards nothing."""
     program, cluster, asked = of.program, of.cluster, spec.tensor_parallel
     with shown_if_slow(f"deciding the sharding of {blocks.num_kinds} kinds of blocks over tp {mesh.tp}"):
         cutting, types = Cutting(mesh.tp, mesh.etp, **asked.typing()), None if held is None else held.placements

@@ -116,10 +116,7 @@ def _changed(row: Named, optimizer: OptimizerSpec, unused: dict[str, None]) -> M
 
 
 def _of_its_shape(row: Named, settings: Settings, *, is_asked: bool) -> Settings:
-    """Return ``settings`` with another rule if a rule of matrices cannot update this parameter.
-
-    ``is_asked``: a group asks for the rule. Then it raises PlanError instead.
-    """
+    """Replace a rule of matrices that cannot update this parameter; raise PlanError if a group asks for it."""
     if settings.rule not in MATRIX_RULES or row.matrices is not None:
         return settings
     if is_asked:
@@ -182,10 +179,7 @@ def aliases_of(program: Program) -> dict[str, tuple[str, ...]]:
 
 
 def decide_rules(optimizer: OptimizerSpec, program: Program) -> UpdateRules:
-    """Decide the update rule of each parameter.
-
-    Raises PlanError for groups that contradict each other, match nothing, or ask for matrices of a vector.
-    """
+    """Decide the rule of each parameter. Raises PlanError for groups that conflict, match nothing, or do not fit."""
     asked = {optimizer.name, *(group.name for group in optimizer.groups.values())}
     by_heads = optimizer.split == "heads"
     matrices = {}

@@ -1,4 +1,4 @@
-"""Environment for a bug report: versions, devices, back ends, compilers, settings. No host name, no path."""
+"""The environment for a bug report: versions, devices, backends, compilers, settings; no host names and no paths."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ _HIDDEN = ("_IFNAME", "_DIR", "_FILE", "_PATH", "_ADDR", "_HOSTS")  # names of n
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """The report by headings, in the order in which it is read. Takes no device and starts no process."""
+    """Return heading → name → value, in the order of the report. Uses no device and starts no process."""
     parts = {
         "versions": _versions(),
         "machine": _machine(),
@@ -32,7 +32,7 @@ def environment() -> dict[str, dict[str, str]]:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    """Of the dependencies, then of the extras."""
+    """Return the versions of meshwright, Python, the dependencies and the extras."""
     try:
         required = requires(PACKAGE) or []
     except PackageNotFoundError:  # run from a checkout that is not installed
@@ -44,7 +44,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def installed_version(package: str) -> str:
-    """As the package's own metadata says, without importing it."""
+    """Return the version of a package by its metadata, without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def _back_ends() -> tuple[tuple[str, str], ...]:
 
 
 def _settings() -> tuple[tuple[str, str], ...]:
-    """Environment variables that change a run, except those that name a machine, a network or a file."""
+    """Return environment variables that change a run; values that name a machine, a network or a file are hidden."""
     found = sorted(name for name in os.environ if name in _SETTINGS or name.startswith(_FAMILIES))
     return tuple((name, "(set)" if name.endswith(_HIDDEN) else os.environ[name]) for name in found) or (
         ("none that affects meshwright", "-"),

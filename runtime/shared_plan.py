@@ -1,10 +1,10 @@
-"""One process plans for the ranks of its host: they read its decisions, and export and place nothing.
+"""One process plans for all ranks of its host, which load its plan instead of capturing and planning again.
 
-    the launcher, or under torchrun the first rank of a host     plans, writes the plan to a private directory
-    each other rank                                              builds the model for its values, reads the plan
+    the launcher, or under torchrun the first rank of a host     plans, and writes the plan to a private directory
+    each other rank                                              builds the model for its values, and reads the plan
 
-The file lies in a directory of mode 0700, for the time of the launch. If the plan has no form on disk (its graph calls
-a function of the user's own, for example), each rank plans by itself, and one line says why.
+The directory has mode 0700 and exists during the launch. If the plan cannot be saved (its graph calls a function of the
+user's own, for example), each rank plans by itself, and one line says why.
 """
 
 import multiprocessing.util
@@ -35,32 +35,32 @@ from runtime.distributed.faults.board import Signer
 from runtime.distributed.meeting import came
 from runtime.distributed.this_host import stay_on_one_host
 
-NONE = ""  # in place of a file: each rank plans by itself
+NONE = ""  # no file: each rank plans by itself
 TIMEOUT_SECONDS = 600.0
 _SAME = "build the same model in every process: from the spec's seed, without regard to the rank"
 
 
 @dataclass
 class Planned:
-    """``model``: None for a saved plan. ``directory``: of the file by which ranks of this host got the plan."""
+    """A plan and its model (None for a saved plan). ``directory``: of the file that ranks of this host read."""
 
     plan: Plan
     model: nn.Module | None
     directory: TemporaryDirectory[str] | None = None
 
     def forget_file(self) -> None:
-        """Once all ranks have read it."""
+        """Remove the file, once all ranks have read it."""
         if self.directory is not None:
             self.directory.cleanup()
 
 
 @contextmanager
 def shared(plan: Plan, *, is_saved: bool = False) -> Iterator[str]:
-    """The file of ``plan`` for ranks that are started inside, or NONE. ``is_saved``: the ranks know a file of it."""
+    """Yield the file of ``plan`` for ranks that are started inside, or NONE. ``is_saved``: ranks have another file."""
     if is_saved:
         yield NONE
         return
-    # of the fork server, which orphaned ranks remove too
+    # in the directory of the fork server, which orphaned ranks remove too
     with TemporaryDirectory(dir=multiprocessing.util.get_temp_dir()) as directory:
         file = _written(plan, directory)
         del plan  # and the model with its weights
@@ -78,22 +78,24 @@ def _written(plan: Plan, directory: str) -> str:
 
 
 def read_shared(file: str, model: nn.Module, spec: Spec) -> Plan:
-    """The plan of ``file``, of ``model``, which was built here. Raises PlanError if that is not the planned one."""
+    """Load the plan of ``file`` for ``model``, built on this rank. Raises PlanError if another model was planned."""
     loss_function(spec.loss)  # its file may register ops
-    found = Plan.load(file, own_functions=True)
+    loaded = Plan.load(file, own_functions=True)
     hub = hub_format(model)
-    for each in found.of_all_lengths:
+    for each in loaded.of_all_lengths:
         assert each.owner is not None
         assert each.model is not None
         if (other := difference(each.model, model)) is not None:
-            raise PlanError(f"this rank has another model than the one that was planned: {other}", fix=_SAME)
+            raise PlanError(f"the model of this rank differs from the planned one: {other}", fix=_SAME)
         each.owner.take(model, hub)
-    return found
+    return loaded
 
 
 def planned(model: nn.Module, spec: Spec, file: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> Planned:
-    """The plan of the launcher, or of a rank. ``file``: that of the launcher; None if there was none: then the first
-    rank of each host plans, and gets the directory of its file, to remove when all ranks have read it.
+    """Return the plan of ``model``, from the launcher's ``file``, or made by this rank (NONE).
+
+    ``file`` None: there is no launcher of ours. Then the first rank of each host plans for the others, and its result
+    has the directory of the file, to remove when all ranks have read it.
     """
     if file:
         return Planned(read_shared(file, model, spec), model)
@@ -105,12 +107,12 @@ def planned(model: nn.Module, spec: Spec, file: str | None = None, timeout_secon
     store = next_store(known_rank(place), place.world_size, timeout)
     if place.local_rank == 0:
         return _lead(store, model, spec)
-    told = _told(store, timeout)
-    return Planned(_planned_here(model, spec) if told is None else read_shared(told, model, spec), model)
+    file = _file_of_first_rank(store, timeout)
+    return Planned(_planned_here(model, spec) if file is None else read_shared(file, model, spec), model)
 
 
 def _planned_here(model: nn.Module, spec: Spec) -> Plan:
-    # not above: a rank that is given a plan starts in half the time without the planner and torch.export
+    # imported late: a rank that loads a plan starts in half the time without the planner and torch.export
     from planner.api import plan
 
     return plan(model, spec)
@@ -121,16 +123,18 @@ def _lead(store: Store, model: nn.Module, spec: Spec) -> Planned:
     try:
         made = _planned_here(model, spec)
         file = _written(made, directory.name)
-    finally:  # others of this host wait; after an error each plans, and raises it too
+    finally:  # the other ranks of this host wait; after an error each plans too, and raises the same
         store.set(key, Signer.of(os.environ).signed(key, file))
     return Planned(made, model, directory)
 
 
-def _told(store: Store, timeout: timedelta) -> str | None:
-    """The file of this host's first rank; None if it has none, or this process cannot see it. Raises the error of a
-    rank that has failed."""
+def _file_of_first_rank(store: Store, timeout: timedelta) -> str | None:
+    """Return the file of this host's first rank; None without one that this process can read.
+
+    Raises the error of a rank that has failed.
+    """
     key = _key()
-    if not came(store, [key], timeout, faults_board()):  # time is up, or the host of the store is gone
+    if not came(store, [key], timeout, faults_board()):  # timeout, or the host of the store has ended
         return None
     stored = store.get(key)
     file = Path(Signer.of(os.environ).checked(key, stored, "the file of the plan"))
@@ -138,7 +142,7 @@ def _told(store: Store, timeout: timedelta) -> str | None:
 
 
 def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Whether no other user can have written it."""
+    """Return whether no other user can have written ``path``."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -151,7 +155,7 @@ def _key() -> str:
 
 
 def num_ranks_of(plan: Plan, spec: Spec, asked: int | None) -> int:
-    """The world size of the plan. ``asked``: by --nproc, if given. Raises PlanError if that is another number."""
+    """Return the world size of the plan. Raises PlanError if ``asked`` (--nproc) is another number."""
     world_size = plan.mesh.world_size
     if asked not in (None, world_size):
         what = f"--nproc {asked}, but the mesh needs {world_size} processes"

@@ -26,11 +26,8 @@ from math import ceil, log, log2, prod
 from operator import mul
 
 from planner.cluster.cluster import Cluster
-from planner.mesh import BETWEEN_NODES, IN_A_NODE, REPLICA, SHARD, Mesh
+from planner.mesh import BETWEEN_NODES, IN_A_NODE, REPLICA, SHARD, Mesh, token_of
 from planner.ranks import RankGenerator
-
-EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp"}  # → the name of the axis in the generator of experts
-
 
 Group = tuple[int, ...]  # for each level of links, the number of parts of the level below that a group joins
 
@@ -80,10 +77,7 @@ def wires(cluster: Cluster, slower: float = 1.0) -> tuple[Wire, ...]:
 
 
 def group_of(ranks: Sequence[int], devices: Sequence[int]) -> Group:
-    """Return the group of ``ranks`` on links that join ``devices`` at each level.
-
-    If members fill the parts of a level unevenly, all parts count as the fullest.
-    """
+    """Return the group of ``ranks``, if links join ``devices`` at each level; uneven parts count as the fullest one."""
     parts, inner, sizes = list(ranks), 1, []
     for outer in devices:
         above = Counter(part * inner // outer for part in parts)
@@ -102,9 +96,7 @@ def group(mesh: Mesh, axis: str, cluster: Cluster) -> Group:
         return (1, *outside) if axis == BETWEEN_NODES else (inside, *(1 for _ in outside))
     if axis in (SHARD, REPLICA):
         return group_of(mesh.parts_of(axis, mesh.dense.group_of(mesh.data_axis, 0))[0], devices)
-    names = axis.split("-")
-    token = "-".join(EXPERT_AXES.get(name, name) for name in names)
-    return _group(mesh.expert if names[0] in EXPERT_AXES else mesh.dense, token, devices)
+    return _group(mesh.generator_of(axis), token_of(axis), devices)
 
 
 def nodes_of_experts(mesh: Mesh, cluster: Cluster | None) -> int:
@@ -160,10 +152,7 @@ def neighbours(mesh: Mesh, cluster: Cluster, stage: int) -> int | None:
 
 
 def seconds(kind: str, num_bytes: float, group: Group, levels: Sequence[Wire]) -> float:
-    """Return the seconds of one collective ``kind``: all_reduce, all_gather, reduce_scatter or all_to_all.
-
-    ``num_bytes``: of the full tensor.
-    """
+    """Return the seconds of an all_reduce, all_gather, reduce_scatter or all_to_all of a tensor of ``num_bytes``."""
     if prod(group) == 1:
         return 0.0
     if kind == "all_to_all":

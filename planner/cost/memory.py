@@ -43,14 +43,14 @@ from typing import NamedTuple
 from passes.errors import require
 from passes.program.ops.aten import value_bytes
 from planner.cluster.cluster import Cluster
-from planner.cluster.links import EXPERT_AXES, level_between, outermost
+from planner.cluster.links import level_between, outermost
 from planner.cost.cut.fused import edited
 from planner.cost.cut.ops import waiting_calls
 from planner.cost.liveness import after_blocks, walked
 from planner.cost.whole import whole_bytes
 from planner.decisions import Decisions
 from planner.fold import Fold, stages_of
-from planner.mesh import OF_WEIGHTS, REPLICA, SHARD, Mesh
+from planner.mesh import EXPERT_AXES, OF_WEIGHTS, REPLICA, SHARD, Mesh
 from planner.pipeline.actions import Order
 from planner.pipeline.ledger import Peak, StageBytes, peak, under_way
 from planner.pipeline.links import Message, RankMessages, links, received_by

@@ -48,9 +48,7 @@ class Alternative:
 
 def alternatives(problem: Problem, name: str) -> list[Alternative]:
     """Return the styles of the parameter with the representative ``name``: the cheapest first, impossible ones last.
-
-    ``problem`` cannot be used afterwards.
-    """
+    ``problem`` cannot be used afterwards."""
     node = next(node for node in problem.candidates.nodes if node.name == name)
     options, priced = problem.candidates.options, dict[str, Alternative]()
     for placement in dict.fromkeys(option.out for option in options[name]):
@@ -95,10 +93,7 @@ def _of_rank(problem: Problem, chosen: Mapping[str, Option], sizes: Mapping[str,
 
 
 def why(tables: Tables, decisions: Decisions, name: str) -> list[Section]:
-    """Return a table for each kind of parameter that matches ``name``, a dotted name or a glob.
-
-    Raises PlanError if no parameter matches.
-    """
+    """Return a table for each kind of parameter that matches ``name`` (or glob). Raises PlanError if none does."""
     program, rep = decisions.program, decisions.blocks.representative
     meant = [node for node, fqn in program.parameters.items() if fqn == name or fnmatchcase(fqn, name)]
     if not meant:

@@ -61,9 +61,9 @@ def _groups(mesh: Mesh) -> str:
         "grouped products add weight gradients to the buffer expert by expert; if one kernel multiplies all "
         "experts (bfloat16 on Hopper or later), one kernel also computes their gradient, which is added at once",
     ]
-    for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
+    for axis in ("etp", "ep", "edp"):
         if mesh.size(axis) > 1:
-            groups = [f"[{_shortened([str(r) for r in group])}]" for group in mesh.expert.groups(token)]
+            groups = [f"[{_shortened([str(r) for r in group])}]" for group in mesh.groups_over(axis)]
             lines.append(f"{axis:4} groups  {_shortened(groups)}")
     return "\n".join(lines)
 

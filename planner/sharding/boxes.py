@@ -151,16 +151,14 @@ def _runs_of_dim(
     """Yield (range in the part, range in the full tensor, whether all ranks of the axis hold it) of ``outer`` along a
     sharded dim.
     """
-    offset = 0
     segments = part.placement.segments if dim == part.placement.dim else ()
-    for index, (start, stop) in enumerate(ranges):
+    for index, ((start, stop), (offset, _)) in enumerate(_placed(ranges)):
         first = max(outer.start[dim], offset)
         last = min(outer.stop[dim], offset + min(stop, size) - start)
         if first < last:
             shift = start - offset
             is_shared = bool(segments) and not segments[index].sharded
             yield (first, last), (first + shift, last + shift), is_shared
-        offset += stop - start
 
 
 def _extents(box: Box) -> Iterator[tuple[int, int]]:
@@ -237,7 +235,8 @@ def pieces(ranges: Ranges) -> Iterator[tuple[dict[int, tuple[int, int]], dict[in
         )
 
 
-def _placed(of_dim: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _placed(of_dim: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield the (start, stop) of each range of a sharded dim in the full tensor, and in the part."""
     offset = 0
     for start, stop in of_dim:
         yield (start, stop), (offset, offset + stop - start)

@@ -1,4 +1,4 @@
-"""From measured seconds to the numbers of a cluster file, by least squares of relative errors.
+"""Fit the values of a cluster file to measured seconds, by least squares of relative errors.
 
     product     seconds = launch' + 2 (m + t)(n + t)(k + t) / rate    rate / peak: the fraction; peak: the best seen
                 t: half_tile, the best of a few; the same for all dtypes
@@ -11,11 +11,11 @@
     reduce_scatter  n − 1       B (n − 1) / n
     p2p             1           B
 
-Ranks that share cores were measured at half their speed, or less: peaks and rates are those of a rank that shares none.
+Ranks that share cores run at half their speed, or less: fitted peaks and rates are those of a rank with its own core.
 
-One rate for all sizes and groups first. A rate for each size is kept if it brings the line nearer to what was measured,
-and so is a factor for pairs of ranks. Time of a reduce-scatter beyond its line in the table is reported separately:
-libraries differ in it.
+The first fit has one rate for all sizes and groups. A factor for pairs of ranks, and then a rate for each size, are
+added if they clearly lower the errors. The time of a reduce-scatter beyond its line in the table is a separate value,
+because libraries differ in it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,19 +30,19 @@ from planner.cluster.links import Wire
 from planner.cost.seconds.phases import tiled_flops
 from runtime.calibrate.found import Found, Timed
 
-_OF_A_STEP = 0.15  # kernels of a step on an H200 were so much slower than in these loops (benchmarks/RESULTS.md)
+_OF_A_STEP = 0.15  # how much slower kernels of a step were than in these loops, on an H200 (benchmarks/RESULTS.md)
 _HALF_TILES = (0, 4, 8, 16, 32, 64, 128, 256)
 LEAST_SECONDS = 1e-9
 _APART = "reduce_scatter"
-_NEARER = 0.02  # by so much of the seconds must further numbers lower the spread
-_PARTS_OF_LATENCY = (1.0, 0.75, 0.5, 0.25)  # one rate for all sizes takes the slowness of small tensors for latency
-_LONGER = 1.01  # a larger tensor takes at least so many times as long as a smaller one
+_NEARER = 0.02  # how much further values must lower the spread to be kept
+_PARTS_OF_LATENCY = (1.0, 0.75, 0.5, 0.25)  # with one rate for all sizes, slow small tensors look like latency
+_LONGER = 1.01  # a larger tensor takes at least this many times as long as a smaller one
 
 
 def cluster_of(found: Found, name: str) -> dict[str, Any]:
-    """The values of a cluster file."""
+    """Return the values of a cluster file. ``found``: the measurements; ``name``: of the cluster."""
     device = _device(found)
-    # one rank: a copy comes nearest to a message
+    # with one rank, a copy is the closest measurement to a message
     link = {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": _an_op(found)}
     if found.exchanged:
         machine = found.machine
@@ -52,7 +52,7 @@ def cluster_of(found: Found, name: str) -> dict[str, Any]:
 
 
 def _uncertainty(found: Found, device: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
-    """Spread of what was measured around the fitted numbers: the root of the mean square of relative errors."""
+    """Return the spread of measurements around the fitted values: the root mean square of relative errors."""
     sharing, tile, processors = found.machine.sharing, device["half_tile"], found.machine.processors
     errors = [
         _whole(t, tile, processors) * sharing / (device["flops"][t.name] * device["product_fraction"] * t.seconds) - 1
@@ -68,7 +68,7 @@ def _device(found: Found) -> dict[str, Any]:
     sharing, processors = found.machine.sharing, found.machine.processors
     products = _by_name(_long_products(found))
     tile = min(_HALF_TILES, key=lambda side: sum(_misfit(timed, side, processors) for timed in products.values()))
-    if processors:  # of the largest product: smaller ones draw less power, so that the clock is higher than in a step
+    if processors:  # the largest product: smaller ones draw less power, which leaves the clock higher than in a step
         peaks = {name: _whole(t[-1], tile, processors) / t[-1].seconds for name, t in products.items()}
         fraction = 1.0
     else:
@@ -95,12 +95,12 @@ def _device(found: Found) -> dict[str, Any]:
 
 
 def _an_op(found: Found) -> float:
-    """Of a GPU, the seconds of the host: it launches small ops one after the other, and kernels wait for it."""
+    """Return the seconds of a small op; on a GPU those of the host, which launches one op after another."""
     return rounded(max(found.small.seconds / found.machine.sharing, LEAST_SECONDS))
 
 
 def _long_products(found: Found) -> list[Timed]:
-    """On a GPU those that take longer than the host needs to launch the next; of each dtype at least one."""
+    """Return the products that take longer than a launch by the host (on a GPU), at least one of each dtype."""
     if not found.machine.processors:
         return list(found.products)
     kept = [t for t in found.products if t.seconds > 2 * found.small.seconds]
@@ -109,7 +109,7 @@ def _long_products(found: Found) -> list[Timed]:
 
 
 def _fraction(timed: Sequence[Timed], peak: float, tile: int) -> float:
-    """Of the peak that products reach when their work is much."""
+    """Return the fraction of the peak that large products reach."""
     if len(timed) < 2:
         return 1.0
     _, slope = line([(1.0, _whole(t, tile, 0)) for t in timed], [t.seconds for t in timed])
@@ -117,14 +117,14 @@ def _fraction(timed: Sequence[Timed], peak: float, tile: int) -> float:
 
 
 def _misfit(timed: Sequence[Timed], tile: int, processors: int) -> float:
-    """Sum of the squares of relative errors with this tile; among equal tiles, the smallest wins."""
+    """Return the sum of squares of relative errors with this tile, plus a little that prefers smaller tiles."""
     terms = np.asarray([(1.0, _whole(t, tile, processors)) for t in timed])
     fitted = terms @ np.asarray(line([(1.0, work) for _, work in terms], [t.seconds for t in timed]))
     return float(np.sum((fitted / np.asarray([t.seconds for t in timed]) - 1) ** 2)) + 1e-9 * tile
 
 
 def _whole(timed: Timed, tile: int, processors: int) -> float:
-    """Operations of a matrix product with half-empty tiles at the edges."""
+    """Return the operations of a matrix product with half-empty tiles at the edges."""
     if timed.sides is None:
         return timed.work
     if processors:
@@ -134,7 +134,7 @@ def _whole(timed: Timed, tile: int, processors: int) -> float:
 
 
 def _overlap(found: Found) -> float:
-    """1: an exchange beside a product costs nothing; 0: both take as long as one after the other."""
+    """Return 1 if an exchange beside a product takes no extra time, 0 if both take as long as in sequence."""
     if found.overlap is None:
         return 1.0
     product, exchange, both = found.overlap
@@ -150,7 +150,7 @@ def _by_name(timed: Iterable[Timed]) -> dict[str, list[Timed]]:
 
 
 def link_of(exchanged: Sequence[Timed], size: int, sharing: float) -> dict[str, Any]:
-    """The values of a link between ``size`` ranks, but for its name; ``sharing`` ranks had one core."""
+    """Return the values of a link between ``size`` ranks, except its name. ``sharing``: number of ranks per core."""
     whole = [t for t in exchanged if t.ranks == size]
     plain = _plain(whole)
     latency, slope = line([(_messages(t), _sent(t)) for t in plain], [t.seconds for t in plain])
@@ -167,19 +167,19 @@ def link_of(exchanged: Sequence[Timed], size: int, sharing: float) -> dict[str, 
     sized = [{**link, **_by_size(whole, link, size, latency * part, best, sharing)} for part in _PARTS_OF_LATENCY]
     link = _nearest(exchanged, sharing, [link, *sized])
     ratios = _ratios([t for t in whole if t.name == _APART], link, sharing)
-    times = 1 / geometric_mean(ratios) if ratios else 1.0  # as long as by the line: of its sizes the mean
+    times = 1 / geometric_mean(ratios) if ratios else 1.0  # mean over sizes, relative to the line
     return {**link, "reduce_scatter": round(min(100.0, max(1.0, times)), 2)}
 
 
 def _nearest(exchanged: Sequence[Timed], sharing: float, links: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first, unless another is clearly nearer to what was measured."""
+    """Return the first link, unless another has clearly smaller errors."""
     first, *others = (spread(errors_of_link(exchanged, link, sharing)) for link in links)
     least = min(others)
     return links[1 + others.index(least)] if least < first - _NEARER else links[0]
 
 
 def errors_of_link(exchanged: Sequence[Timed], link: Mapping[str, Any], sharing: float) -> list[float]:
-    """Of the seconds by ``link``, relative to those that were measured; a reduce-scatter is left out."""
+    """Return the relative errors of the seconds by ``link``, without those of reduce-scatters."""
     return [ratio - 1 for ratio in _ratios(_plain(exchanged), link, sharing)]
 
 
@@ -192,12 +192,12 @@ def _ratios(timed: Sequence[Timed], link: Mapping[str, Any], sharing: float) -> 
 
 
 def spread(relative: Sequence[float]) -> float:
-    """The root of the mean square."""
+    """Return the root mean square."""
     return round(min(1.0, float(np.sqrt(np.mean(np.square(relative))))), 3) if relative else 0.0
 
 
 def _by_pairs(exchanged: Sequence[Timed], size: int, latency: float, rate: float, best: float) -> dict[str, Any]:
-    """Groups of two and messages reach another bandwidth than all ranks do; the faster of the two has the factor 1."""
+    """Return the fraction, and factors of the bandwidth of pairs and of all ranks; the faster has the factor 1."""
     pairs = [t for t in _plain(exchanged) if t.ranks != size]
     of_pairs = _rate(pairs, latency, best)
     if of_pairs is None:
@@ -210,7 +210,7 @@ def _by_pairs(exchanged: Sequence[Timed], size: int, latency: float, rate: float
 def _by_size(
     whole: Sequence[Timed], link: Mapping[str, Any], size: int, latency: float, best: float, sharing: float
 ) -> dict[str, Any]:
-    """Beside this latency the rate of each size; ``link`` has the factor of a group of all ranks."""
+    """Return the rate of each size for this ``latency``. ``link``: has the factor of a group of all ranks."""
     factor, points, least = dict(link.get("parts", ())).get(size, 1.0), list[tuple[float, float]](), 0.0
     for num_bytes in sorted({t.work for t in whole}):
         rate = _rate([t for t in _plain(whole) if t.work == num_bytes], latency, best) or best
@@ -220,7 +220,7 @@ def _by_size(
 
 
 def _rate(timed: Sequence[Timed], latency: float, best: float) -> float | None:
-    """Bytes a second beside this latency; None if the messages alone explain the seconds."""
+    """Return the bytes per second for this latency; None if the latency explains all the seconds."""
     per_byte = np.asarray([_sent(t) / t.seconds for t in timed])
     left = np.asarray([1 - _messages(t) * latency / t.seconds for t in timed])
     slope = float(per_byte @ left / (per_byte @ per_byte)) if timed else 0.0
@@ -242,7 +242,7 @@ def _sent(timed: Timed) -> float:
 
 
 def line(terms: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Both factors, neither below zero; errors count by their share of the seconds."""
+    """Fit both factors of ``terms``, neither below zero, to ``seconds``, by relative errors."""
     weights = 1 / np.asarray(seconds)
     matrix = np.asarray(terms) * weights[:, None]
     scale = np.linalg.norm(matrix, axis=0)
@@ -252,10 +252,10 @@ def line(terms: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tupl
 
 
 def share(value: float) -> float:
-    """A fraction with three digits."""
+    """Round a fraction to three digits."""
     return min(1.0, max(0.001, round(value, 3)))
 
 
 def rounded(value: float) -> float:
-    """Three digits: no measurement has more."""
+    """Round to three significant digits: measurements are not more precise."""
     return float(f"{value:.3g}")

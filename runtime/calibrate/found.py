@@ -1,7 +1,7 @@
-"""Measurements: each call with its work and its seconds, while all ranks make it.
+"""Measurements: the work and the seconds of each call, while all ranks run it.
 
-Ranks on one machine share its cores and its memory: all wait for each other, then make the same number of calls, and
-the slowest rank counts.
+Ranks on one machine share its cores and its memory: they start together, make the same number of calls, and the slowest
+rank counts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from runtime.distributed.groups import Groups
 
-_LEAST = 0.001  # of a measured time: a smaller difference is noise
+_LEAST = 0.001  # minimum fraction of a measured time that remains after a subtraction
 _MOST_CALLS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call. ``work``: operations, bytes that are read and written, or bytes of the full tensor of an exchange.
+    """One call. ``work``: operations, bytes read and written, or bytes of the full tensor of an exchange.
 
-    ``sides``: m, k and n of a product. ``ranks``: those of a group that exchanges.
+    ``sides``: m, k and n of a product. ``ranks``: size of the group that exchanges.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """Work a second."""
+        """Work per second."""
         return self.work / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The measured machine. ``cores``: shared by the ranks; 0: each rank has a device of its own. ``memory``: bytes of
-    a rank. ``load``: the load average before. ``processors``: of a GPU; ``context``: bytes that its driver holds;
-    ``slack``: what its allocator reserves beyond tensors, as a fraction of them, or None; ``cudnn``: torch takes its
-    attention first.
+    """The measured machine. ``cores``: shared by the ranks; 0: one device per rank. ``memory``: bytes per rank.
+    ``load``: the load average before. Of a GPU: ``processors``; ``context``, bytes of the driver; ``slack``,
+    bytes that the allocator reserves beyond tensors, as a fraction of these (None: unknown); ``cudnn``, whether torch
+    prefers cuDNN's attention.
     """
 
     device: str
@@ -60,14 +60,14 @@ class Machine:
 
     @property
     def sharing(self) -> float:
-        """How many ranks one core has."""
+        """Number of ranks per core, at least 1."""
         return max(1.0, self.num_ranks / self.cores) if self.cores else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Names: of products their dtype, of exchanges their kind. ``before``: the product that stands before each exchange
-    alone. ``overlap``: seconds of products, of an exchange, of both at once.
+    """All measurements. Products are named by their dtype, exchanges by their kind. ``before``: the product that runs
+    before each exchange, timed alone. ``overlap``: seconds of products, of an exchange, and of both at once.
     """
 
     machine: Machine
@@ -88,18 +88,18 @@ class Found:
 
     @classmethod
     def fastest(cls, passes: Sequence[Found]) -> Found:
-        """Each measurement's fastest pass; a measurement that one pass skipped is left out."""
+        """Return the fastest of ``passes`` for each measurement of the first pass."""
         first = passes[0]
         return cls(
             first.machine,
-            _fastest(found.products for found in passes),
-            _fastest(found.attention for found in passes),
-            _fastest(found.moved for found in passes),
-            min((found.small for found in passes), key=lambda timed: timed.seconds),
-            _fastest(found.exchanges for found in passes),
-            min((f.before for f in passes if f.before is not None), key=lambda timed: timed.seconds, default=None),
-            min((f.overlap for f in passes if f.overlap is not None), key=sum, default=None),
-            first.skipped,
+            products=_fastest(each.products for each in passes),
+            attention=_fastest(each.attention for each in passes),
+            moved=_fastest(each.moved for each in passes),
+            small=min((each.small for each in passes), key=lambda timed: timed.seconds),
+            exchanges=_fastest(each.exchanges for each in passes),
+            before=min((p.before for p in passes if p.before is not None), key=lambda t: t.seconds, default=None),
+            overlap=min((p.overlap for p in passes if p.overlap is not None), key=sum, default=None),
+            skipped=first.skipped,
         )
 
 
@@ -112,21 +112,21 @@ def _fastest(passes: Iterable[Sequence[Timed]]) -> tuple[Timed, ...]:
 
 
 class Clock:
-    """``window``: seconds of one measurement; a single call may take longer."""
+    """Times calls on all ranks. ``window``: seconds of one measurement; a single call may take longer."""
 
     def __init__(self, groups: Groups, window: float) -> None:
         self.groups, self.window = groups, window
         self.device = groups.device
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call; the same number on every rank."""
-        first = self._timed(call, 1)  # includes one-time set-up; a slow call is not repeated without need
+        """Return the seconds of one call, the same on every rank."""
+        first = self._timed(call, 1)  # includes one-time set-up; a slow call is not repeated
         once = self._timed(call, 1) if first < self.window else first
         count = min(_MOST_CALLS, int(self.window / once))
         return self._timed(call, count) if count > 1 else min(first, once)
 
     def _timed(self, call: Callable[[], object], count: int) -> float:
-        """The slowest rank's."""
+        """Return the seconds of one of ``count`` calls on the slowest rank."""
         several = self.groups.mesh.world_size > 1
         self._wait_for_device()
         if several:

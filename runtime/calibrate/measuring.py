@@ -5,17 +5,16 @@ attention    causal, forward and backward                         3 · 4·b·h·
 moving       copy, and the ops between products, both ways        bytes that are read and written
 small        a chain of ops on few elements, forward and backward
 exchanges    the collectives of a training step, over all ranks and over pairs, at a few sizes
+slack        bytes that PyTorch's allocator reserves beyond tensors while a few layers train, on a GPU; at least the
+             default of ``device.slack``, because a real model has tensors of more sizes
 
-Each call takes other operands than the one before, as the layers of a model do: no cache holds all of them. Values
-are random: a GPU that multiplies equal numbers draws less power, and its clock stays higher than in a step.
+Each call has other operands than the one before, as the layers of a model do, so that no cache holds all of them.
+Values are random: a GPU that multiplies equal numbers draws less power, and its clock stays higher than in a step.
 
-``work`` of an exchange is the bytes of the full tensor: for an all-reduce, the tensor of each rank; for an all-gather,
-that of each rank after it, for a reduce-scatter before it; for p2p, the message that each rank sends while it receives
-one. Before each exchange stands a product, as in a step: ranks that share cores come to it at different times, and
-wait. The time of the product alone is reported too, to be subtracted.
-
-The share of its tensors that PyTorch's allocator reserves beyond them, by training a few layers on this GPU. The steps
-of a real model have more sizes than these, so that the default of ``device.slack`` is the least.
+``work`` of an exchange is the bytes of the full tensor: of an all-reduce, the tensor of a rank; of an all-gather, its
+result; of a reduce-scatter, its input; of p2p, the message that each rank sends while it receives another. A product
+runs before each exchange, as in a step: ranks that share cores arrive at different times and wait. The product is timed
+alone too, to be subtracted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,17 +40,17 @@ _ON_CUDA = ((256, 2048, 2048), (2048, 256, 2048), (1024, 1024, 1024), (4096, 409
 _NO_CACHE = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes
 _MOST_SETS = 64
 _CHAIN = 100
-_MOST_SECONDS = 3.0  # of one call; a slower one is left out
+_MOST_SECONDS = 3.0  # maximum duration of one call; slower ones are skipped
 LAYERS, SEQUENCES, LENGTH, WIDTH, VOCABULARY, STEPS = 4, 4, 2048, 2048, 32000, 2
 OPTIMIZER_BYTES = 16
 _BYTES_ON_CPU = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BYTES_ON_CUDA = (1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)
-_LEAST_WITH_PAIRS = 4  # ranks: of fewer a pair is all
+_LEAST_WITH_PAIRS = 4  # minimum number of ranks to measure pairs separately
 _Call = tuple[str, Callable[[], object]]
 
 
 def products(clock: Clock, skipped: list[str]) -> Iterator[Timed]:
-    """Each dtype from small to large, until a call would take too long."""
+    """Time products of each dtype, from small to large, until a call would take too long."""
     sizes = _ON_CUDA if clock.device.type == "cuda" else _ON_CPU
     for dtype in DTYPES:
         name, rate = str(dtype).removeprefix("torch."), 0.0
@@ -72,7 +71,7 @@ def _product_and_gradients(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor
 
 
 def attention(clock: Clock) -> Iterator[Timed]:
-    """In the dtype in which models of this device are trained."""
+    """Time attention in the dtype in which models are trained on this device."""
     on_cuda = clock.device.type == "cuda"
     b, h, s, d = (4, 16, 2048, 64) if on_cuda else (1, 4, 256, 64)
     dtype = torch.bfloat16 if on_cuda else torch.float32
@@ -87,7 +86,7 @@ def attention(clock: Clock) -> Iterator[Timed]:
 
 
 def moved(clock: Clock) -> Iterator[Timed]:
-    """Copies too large for any cache, then the memory-bound ops between the products of a block."""
+    """Time copies too large for any cache, then the memory-bound ops between the products of a block."""
     large = 1 << (28 if clock.device.type == "cuda" else 23)  # elements
     first, second, out = (torch.full((large,), 0.5, device=clock.device) for _ in range(3))
     yield Timed("copy", 8.0 * large, clock.seconds(lambda: out.copy_(first)))
@@ -100,10 +99,10 @@ def moved(clock: Clock) -> Iterator[Timed]:
 
 
 def _between_products(width: int) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """Name, tensors of x's size that are read and written both ways, op."""
+    """Yield (name, number of tensors of x's size that forward and backward read and write, op)."""
     yield "gelu", 5, lambda x: F.gelu(x, approximate="tanh")
     yield "layer_norm", 5, lambda x: F.layer_norm(x, (width,))
-    yield "add of one", 2, lambda x: x + 1.0  # its gradient is the one that came
+    yield "add of one", 2, lambda x: x + 1.0  # passes its gradient on
     yield "softmax", 5, lambda x: torch.softmax(x, -1)
 
 
@@ -113,7 +112,7 @@ def _both_ways(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 def small(clock: Clock) -> Timed:
-    """The least time of an op, on the host or on the device: one op of a chain of tiny ones, forward or backward."""
+    """Time one op of a chain of tiny ops, forward or backward: the minimum time of an op on host or device."""
     x = torch.full((16,), 0.5, device=clock.device, requires_grad=True)
 
     def call() -> None:
@@ -128,7 +127,7 @@ def small(clock: Clock) -> Timed:
 def _in_turn(
     clock: Clock, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, *, asks: bool = False
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The same shapes again and again, in turn from more memory than a cache has. ``asks``: for a gradient."""
+    """Cycle through operands of these shapes that together exceed any cache. ``asks``: they require gradients."""
     num_bytes = sum(prod(shape) for shape in shapes) * dtype.itemsize
     count = max(2, min(_MOST_SETS, _NO_CACHE[clock.device.type] // num_bytes))
     return cycle(
@@ -153,7 +152,7 @@ class Layer(nn.Module):
 
 
 def reserved_share(device: torch.device) -> float | None:
-    """Of a GPU; None if its free memory is too small for these layers."""
+    """Return the slack of a GPU's allocator; None if its free memory is too small for these layers."""
     try:
         return round(max(GPU_SLACK, *(_of_steps(device, again=again) for again in (False, True))), 3)
     except torch.OutOfMemoryError:
@@ -171,7 +170,7 @@ def _of_steps(device: torch.device, *, again: bool) -> float:
 
 
 def train(device: torch.device, *, again: bool, width: int = WIDTH, length: int = LENGTH) -> list[Tensor]:
-    """``again``: each layer is recomputed in its backward. The gradients of the last step, without an update."""
+    """Return the gradients of the last of a few steps without updates. ``again``: recompute each layer."""
     layers = nn.ModuleList([Layer(width, device) for _ in range(LAYERS)])
     head = nn.Linear(width, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
     weights = [*layers.parameters(), *head.parameters()]
@@ -189,24 +188,24 @@ def train(device: torch.device, *, again: bool, width: int = WIDTH, length: int 
 
 
 def measured_mesh(size: int) -> tuple[Mesh, tuple[str, ...]]:
-    """A mesh with a group of all ranks and, if they are more, one of each pair; and the axes to combine for it."""
+    """Return a mesh with a group of all ranks and, with enough ranks, of each pair; and the axes that it combines."""
     with_pairs = size >= _LEAST_WITH_PAIRS and size % 2 == 0
     return (Mesh(tp=2, dp=size // 2), ("tp-dp",)) if with_pairs else (Mesh(dp=size), ())
 
 
 def _all_ranks(groups: Groups) -> ProcessGroup | None:
-    return groups.over("tp-dp") or groups.over("dp")  # as a step has it: ranks of one host may share memory
+    return groups.over("tp-dp") or groups.over("dp")  # the groups of a step, in which ranks of a host may share memory
 
 
 def product(clock: Clock) -> Callable[[], Tensor]:
-    """The matrix product that runs before each exchange."""
+    """Return the matrix product that runs before each exchange."""
     m = 4096 if clock.device.type == "cuda" else 384
     x, weight = torch.full((m, m), 0.5, device=clock.device), torch.full((m, m), 0.5, device=clock.device)
     return lambda: F.linear(x, weight)
 
 
 def exchanges(clock: Clock) -> Iterator[Timed]:
-    """Every kind at every size, in bytes, with the product before it."""
+    """Time every kind of exchange at every size, each with a product before it."""
     size, before = clock.groups.mesh.world_size, product(clock)
     for num_bytes in _BYTES_ON_CUDA if clock.device.type == "cuda" else _BYTES_ON_CPU:
         whole = torch.zeros(num_bytes // 4 // size * size, device=clock.device)
@@ -243,7 +242,7 @@ def _to_the_next(clock: Clock, sent: Tensor) -> Callable[[], object]:
 
 
 def overlap(clock: Clock) -> tuple[float, float, float]:
-    """Seconds of a product, of an all-reduce that takes about as long, and of both at once."""
+    """Return the seconds of products, of an all-reduce that takes about as long, and of both at once."""
     num_bytes = 1 << 28 if clock.device.type == "cuda" else 1 << 22
     whole = torch.zeros(num_bytes // 4, device=clock.device)
     group, call = _all_ranks(clock.groups), product(clock)

@@ -1,6 +1,6 @@
-"""The command ``calibrate``: start the ranks, measure on all of them at once, and write a cluster file.
+"""The command ``calibrate``: start the ranks, measure on all of them at once, and return the text of a cluster file.
 
-The file has the measurements in its comments, and is written atomically.
+The measurements are comments of the file.
 """
 
 import os
@@ -28,9 +28,9 @@ from runtime.distributed.opening import open_groups
 
 SECONDS = 12.0
 MOST_SECONDS, MOST_RANKS = 3600.0, 1024
-_PASSES = 3  # over all measurements, some seconds apart: a burst of other programs slows one pass only
-_MEASUREMENTS = 80  # about; each takes its share of the seconds
-_START_SECONDS = 90.0  # for the rendezvous of the ranks, and for one slow call that takes more than its share
+_PASSES = 3  # over all measurements, some seconds apart, so that a short load slows only one pass
+_MEASUREMENTS = 80  # about; each gets an equal part of the seconds
+_START_SECONDS = 90.0  # for the rendezvous of the ranks, and for a slow call that takes more than its part
 _KEYS = {
     "memory": "bytes: all memory / ranks",
     "bandwidth": "bytes per second, the best copy or op",
@@ -40,15 +40,15 @@ _KEYS = {
     "bandwidth_fraction": "copies and ops between products, both directions",
     "launch": "seconds",
     "processors": "multiprocessors",
-    "host": "seconds in which the host launches an op",
+    "host": "seconds that the host needs to launch an op",
     "context": "bytes that the driver held before the first tensor",
     "slack": "bytes reserved beyond tensors in steps of a few layers, as a fraction of the tensors",
-    "at_once": "ranks that compute at this speed at the same time: the number of cores",
+    "at_once": "ranks that reach this speed at the same time: the number of cores",
 }
 
 
 def calibrate(nproc: int | None = None, seconds: float = SECONDS, name: str = "this-machine") -> str:
-    """The text of a cluster file for this machine. Raises PlanError for bad input, RunError if a rank fails."""
+    """Return the text of a cluster file for this machine. Raises PlanError for bad input, RunError if a rank fails."""
     size = nproc
     if size is None:
         size = torch.cuda.device_count() if torch.cuda.is_available() else max(2, len(os.sched_getaffinity(0)))
@@ -71,7 +71,7 @@ def _check(size: int, seconds: float) -> None:
 
 
 def measure_rank(seconds: float, timeout_seconds: float) -> Found:
-    """This rank's part; all ranks call everything in the same order, and rank 0 reports progress."""
+    """Measure on this rank; all ranks run the same calls in the same order, and rank 0 reports progress."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     load = os.getloadavg()[0]
     with _opened(size, timeout_seconds) as groups:
@@ -80,9 +80,9 @@ def measure_rank(seconds: float, timeout_seconds: float) -> Found:
 
 
 def _measure(machine: Machine, clock: Clock, number: int) -> Found:
-    """One pass over everything."""
+    """Run one pass over all measurements."""
     several, skipped = machine.num_ranks > 1, list[str]()
-    longer = Clock(clock.groups, 2 * clock.window)  # of a difference both sides
+    longer = Clock(clock.groups, 2 * clock.window)  # for times that are subtracted from each other
 
     def tell(what: str, measure: Callable[[], Any]) -> Any:
         began = time.perf_counter()
@@ -129,13 +129,14 @@ def _machine(groups: Groups, load: float) -> Machine:
         processors, slack = gpu.multi_processor_count, measuring.reserved_share(groups.device)
         rows = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=groups.device)
         cudnn = torch._fused_sdp_choice(rows, rows, rows) == SDPBackend.CUDNN_ATTENTION.value
-        return Machine(gpu.name, backend, size, 0, whole, load, version, processors, context, slack, cudnn)
+        of_gpu = {"processors": processors, "context": context, "slack": slack, "cudnn": cudnn}
+        return Machine(gpu.name, backend, size, cores=0, memory=whole, load=load, torch=version, **of_gpu)
     cores = len(os.sched_getaffinity(0))
-    return Machine(_cpu_name(), "gloo", size, cores, _memory() // size, load, version)
+    return Machine(_cpu_name(), "gloo", size, cores=cores, memory=_memory() // size, load=load, torch=version)
 
 
 def _memory() -> int:
-    """Bytes of the machine, or of the container that this runs in."""
+    """Return the memory in bytes of the machine, or of the container of this process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:
@@ -154,12 +155,12 @@ def _cpu_name() -> str:
 
 
 def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
-    """YAML with comments. Raises RunError if the measurements do not make a valid machine."""
+    """Return YAML with comments. Raises RunError if the measurements do not make a valid cluster file."""
     try:
         Cluster.model_validate(values)
     except ValidationError as error:
-        told = spec_error(error, values, {}, json_schema(Cluster), "the cluster file")
-        raise RunError(f"the measurements do not make a valid cluster file: {told}") from error
+        problem = spec_error(error, values, {}, json_schema(Cluster), "the cluster file")
+        raise RunError(f"the measurements do not make a valid cluster file: {problem}") from error
     lines = [*_head(found, date), f"name: {values['name']}", "device:"]
     for key, value in values["device"].items():
         said = f"  {key}: {_value(value)}"
@@ -168,7 +169,7 @@ def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
     for link in values["links"]:
         lines += [f"  {' ' if at else '-'} {key}: {_value(value)}" for at, (key, value) in enumerate(link.items())]
     lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
-    lines.append(f"uncertainty: {_value(values['uncertainty'])}  # spread of the measurements around these numbers")
+    lines.append(f"uncertainty: {_value(values['uncertainty'])}  # spread of the measurements around these values")
     return "\n".join(lines) + "\n"
 
 

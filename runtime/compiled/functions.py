@@ -1,14 +1,14 @@
-"""One compiled function for all pieces that compute the same from arguments of the same shapes.
+"""One compiled function for all pieces with equal ops and arguments of equal shapes.
 
-Equal are: the ops with their constants, and of each argument dtype, shape, strides and whether it wants a gradient.
-Rows of experts may be any number but 0 and 1, which run op by op.
-Inductor compiles a function's forward and backward at its first call, with one thread, and caches the result
-on disk for other ranks and later runs: under a lock, one process at a time compiles a function. A function that fails
-to compile runs op by op, with a message. Pieces also run op by op without gradients (in an evaluation), and under a
-dispatch mode such as the capture of an emulated graph, which could not record a compiled function.
+Pieces share a function if their ops and constants are equal, and dtype, shape, strides and requires_grad of each
+argument. Rows of experts may be any number; 0 or 1 rows run op by op.
+Inductor compiles forward and backward of a function at its first call, with one thread, and caches the result on disk
+for other ranks and later runs; a lock allows one process at a time to compile a function. A function that fails to
+compile runs op by op, with a message. Pieces also run op by op without gradients (in an evaluation), and under a
+dispatch mode such as the capture of an emulated graph, which cannot record a compiled function.
 
-Nothing is compiled while a graph is captured: the steps and the warm-up before it have called every function with
-arguments like those of the capture. A piece that they have not called is captured op by op, with a message.
+Nothing is compiled while a graph is captured: the steps and the warm-up before it have called every function with such
+arguments. A piece that they have not called is captured op by op, with a message.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from planner.progress import shown_if_slow
 from runtime.distributed.groups import Groups
 
 Signature = tuple[Any, ...]
-ANY = -1  # in a signature: as many rows as a call has
-SECONDS_A_FUNCTION = 60  # 2 on a quiet CPU (benchmarks/RESULTS.md), ten and more where many ranks share it
-LEAST = 2  # rows, since PyTorch takes lengths of 0 and 1 for constants
-# Inductor would build and load a program for each set of vector instructions that the processor says it has.
+ANY = -1  # in a signature: any number of rows
+SECONDS_A_FUNCTION = 60  # 2 on an idle CPU (benchmarks/RESULTS.md), ten and more if many ranks share it
+LEAST = 2  # minimum number of rows, as PyTorch treats lengths of 0 and 1 as constants
+# without vec_isa_ok, Inductor builds and loads a program for each set of vector instructions of the processor
 _OPTIONS = {"compile_threads": 1, "fx_graph_cache": True, "cpp.vec_isa_ok": True}
 _ONE_AT_A_TIME = threading.Lock()  # Inductor keeps its state in its modules
 _KNOWN_LENGTHS = 4096
@@ -53,7 +53,7 @@ _IS_RECORDED: ContextVar[bool] = ContextVar("a recorded graph is being captured"
 
 @dataclass(frozen=True)
 class Function:
-    """``run(*arguments)``; ``rows``: if their number is not fixed."""
+    """A compiled function ``run(*arguments)``. ``rows``: if the number of rows is not fixed."""
 
     run: Callable[..., Sequence[Any]]
     rows: AnyRows | None = None
@@ -63,15 +63,15 @@ class Function:
 
 
 class AnyRows:
-    """Arguments with a first dim of any length: rows of experts, of which each step has another number.
+    """Symbolic arguments for any number of rows of experts, which differs from step to step.
 
     They have no values, share one symbol, and have the strides of ``examples``. Owns the symbol's shape environment.
-    Inductor may assume something of it, such as that indices fit in 32 bits: its guards, which are read once it has
-    compiled both directions, and checked before each call.
+    Its guards are the assumptions of Inductor, such as that indices fit in 32 bits: they are read once both directions
+    are compiled, and checked before each call.
     """
 
     def __init__(self, examples: Sequence[Tensor], counts_rows: Sequence[bool]) -> None:
-        # few runs need them, and they are slow to import
+        # imported late: they are slow to import, and few runs need them
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -91,7 +91,7 @@ class AnyRows:
         self._guards = self._environment.produce_guards_expression([self._length])
 
     def _fits(self, rows: int) -> bool:
-        """Whether the compiled function computes that many rows."""
+        """Return whether the compiled function is valid for this number of rows."""
         return self._guards is None or bool(self._environment.evaluate_guards_expression(self._guards, [rows]))
 
 
@@ -101,9 +101,8 @@ def _like(x: Tensor, shape: Any) -> Any:
 
 @dataclass
 class CompileReport:
-    """``seconds`` it took to have ``num_functions`` for ``num_pieces``; of their forwards and backwards ``from_cache``
-    were found on disk and ``made`` were not. ``eager``: (the user's line, reason) of pieces that could not be
-    compiled."""
+    """``seconds`` of compiling ``num_functions`` of ``num_pieces``; ``from_cache`` of their forward and backward graphs
+    were on disk, ``made`` were not. ``eager``: (the user's line, reason) of pieces that could not be compiled."""
 
     num_pieces: int
     num_functions: int = 0
@@ -121,11 +120,11 @@ class CompileReport:
 
 
 class CompiledPieces:
-    """All pieces of a rank, bound to run here.
+    """Runs all pieces of a rank.
 
-    Owns the functions, and the count of calls by (piece, way): "compiled" as one function, "eager" op by op, "recorded"
-    op by op into an emulated graph, while a graph of CUDA captures the function. ``extra``: how much longer collectives
-    may take while ranks compile all ``num_functions`` of the plan.
+    Owns the functions, and the number of calls by (piece, kind): "compiled" as one function, "eager" op by op,
+    "recorded" op by op into an emulated graph (a CUDA graph captures the function). ``extra``: added to the timeout of
+    collectives while ranks compile all ``num_functions`` of the plan.
     """
 
     def __init__(self, program: RankProgram, *, num_functions: int = 0, emulates_casts: bool = True) -> None:
@@ -153,7 +152,7 @@ class CompiledPieces:
         return function.run(*inputs)
 
     def _wanted(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
-        """The function of a piece, compiled now if allowed; a message reports uncompiled pieces of a capture."""
+        """Return the function of a piece, compiled now if allowed; None if it runs op by op."""
         rows = call.rows_of(inputs)
         if rows is not None and rows < LEAST:
             return None
@@ -169,7 +168,7 @@ class CompiledPieces:
         return self._functions.get(key)
 
     def function_of(self, call: CompiledCall, inputs: Sequence[Any]) -> Function | None:
-        """The function for arguments like these, compiled on first use; None if it cannot be compiled."""
+        """Return the function for such arguments, compiled on first use; None if it cannot be compiled."""
         key = _key(call, inputs)
         if key not in self._functions:
             with _ONE_AT_A_TIME:
@@ -199,25 +198,25 @@ def _key(call: CompiledCall, inputs: Sequence[Any]) -> tuple[str, Signature]:
 
 
 def _is_watched() -> bool:
-    """Whether a dispatch mode of this thread has to see the ops: a recorded graph has no compiled code."""
+    """Return whether a dispatch mode of this thread must see each op, as that of a recorded graph."""
     modes = _get_current_dispatch_mode_stack()
     return not all(getattr(mode, "reads_memory_alone", False) for mode in modes)
 
 
 def calls_of(program: RankProgram) -> list[CompiledCall]:
-    """The pieces of all stages of a rank, also of those in captured regions."""
+    """Return the pieces of all stages of a rank, including those in captured regions."""
     return [call for stage in program.stages for call in calls_in(stage.module.graph, stage.module)]
 
 
 def signature_of(inputs: Sequence[Any], counts_rows: Sequence[bool] = ()) -> Signature:
-    """``counts_rows``: of each input, whether its first dim may have any length; without it, none may."""
+    """Return the signature of ``inputs``. ``counts_rows``: for each, whether it may have any number of rows."""
     counts = counts_rows or [False] * len(inputs)
     pairs = zip(inputs, counts, strict=True)
     return tuple((x.dtype, *_layout_of(x, any_rows), x.requires_grad, x.device) for x, any_rows in pairs)
 
 
 def _layout_of(x: Tensor, any_rows: bool) -> tuple[Any, Any]:
-    """Shape and strides; no strides if they depend on the number of rows."""
+    """Return shape and strides; no strides if they depend on the number of rows."""
     if not any_rows:
         return x.shape, x.stride()
     return (ANY, *x.shape[1:]), x.stride() if x.stride(0) == max(x.stride()) else ()
@@ -225,14 +224,14 @@ def _layout_of(x: Tensor, any_rows: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def first_calls(pieces: CompiledPieces | None, groups: Groups) -> Iterator[None]:
-    """Around the first step of a program: no rank gives up while another one compiles. The same call on every rank."""
+    """Extend timeouts during the first step, in which other ranks may compile. All ranks must call it."""
     extra = timedelta() if pieces is None else pieces.extra
     if pieces is None or not extra:
         yield
         return
     groups.limit(groups.timeout + extra)
     yield
-    groups.barrier()  # a rank may be a step ahead of another that still compiles
+    groups.barrier()  # wait for ranks that still compile
     groups.limit(groups.timeout)
     pieces.extra = timedelta()
 
@@ -240,10 +239,10 @@ def first_calls(pieces: CompiledPieces | None, groups: Groups) -> Iterator[None]
 def compile_graph(
     module: fx.GraphModule, signature: Signature, rows: int | None = None, *, emulates_casts: bool = True
 ) -> Function:
-    """Inductor's function of a graph of plain ops, for arguments of ``signature``; its backward is compiled too.
+    """Compile a graph of plain ops, and its backward, with Inductor, for arguments of ``signature``.
 
-    ``rows``: an example of their number, if the signature leaves it open. Raises Inductor's errors, and ValueError for
-    columns that lie behind each other.
+    ``rows``: an example number, if the signature has any number of rows. Raises Inductor's errors, and ValueError for
+    rows of any number that are not in row-major order.
     """
     from torch._inductor import compile as compile_by_inductor  # it takes a second to import
 
@@ -254,13 +253,13 @@ def compile_graph(
     counts_rows = [shape[:1] == (ANY,) for _, shape, *_ in signature]
     symbolic = AnyRows(examples, counts_rows) if any(counts_rows) else None
     given: list[Any] = list(examples) if symbolic is None else symbolic.arguments
-    # the hooks of a recomputed block count saved tensors, and must not count these: only the innermost hooks run
+    # innermost hooks, so that those of a recomputed block do not count the tensors that are saved here
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         options = {**_OPTIONS, "emulate_precision_casts": emulates_casts}
         function: Any = compile_by_inductor(own, given, options)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
-        if outputs and wanted:  # Inductor compiles a backward when one is needed
+        if outputs and wanted:  # Inductor compiles a backward at its first call
             torch.autograd.grad(outputs, wanted, list(map(torch.zeros_like, outputs)), allow_unused=True)
     if symbolic is not None:
         symbolic.settle()
@@ -271,7 +270,7 @@ def _example(
     dtype: torch.dtype, shape: Any, stride: Any, requires_grad: bool, device: torch.device, rows: int | None = None
 ) -> Tensor:
     if len(shape) != len(stride):
-        raise ValueError("the columns of its rows lie behind each other")
+        raise ValueError("rows of any number must be in row-major order")
     if rows is not None and shape[:1] == (ANY,):
         shape = rows, *shape[1:]
     example = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()  # ids within any table
@@ -279,7 +278,7 @@ def _example(
 
 
 def _found_and_made() -> tuple[int, int]:
-    """How many graphs Inductor has found in its cache, and how many not."""
+    """Return the numbers of graphs that Inductor has found in its cache, and that it has compiled."""
     from torch._dynamo.utils import counters
 
     counts = counters["inductor"]
@@ -288,7 +287,7 @@ def _found_and_made() -> tuple[int, int]:
 
 @contextmanager
 def _alone(key: tuple[str, Signature]) -> Iterator[None]:
-    """No other process of this machine makes the same function meanwhile: it waits, and finds it in the cache."""
+    """Make other processes of this machine wait until the function is compiled, and in the cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     directory = Path(cache_dir()) / "meshwright"
@@ -300,7 +299,7 @@ def _alone(key: tuple[str, Signature]) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Around the capture of a graph that is recorded op by op."""
+    """Mark that a graph is being recorded op by op."""
     token = _IS_RECORDED.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What `compile` and `cuda_graphs` need of the machine that runs a plan: planning needs none of it.
+"""The requirements of `compile` and `cuda_graphs` on the machine that runs a plan; planning needs none of them.
 
 compile: true, on a CPU          a C++ compiler, and Python's headers
 compile: true, on CUDA           the package triton
@@ -6,7 +6,7 @@ impl: none, emulate              nothing
 impl: local                      a CUDA device
 impl: transformer_engine         a CUDA device, and the package
 
-With `compile: auto` ranks compile on CUDA devices that all have triton; otherwise pieces run op by op.
+With `compile: auto`, pieces are compiled if all ranks have CUDA devices and triton; otherwise they run op by op.
 """
 
 import shutil
@@ -34,9 +34,9 @@ _BACKEND = "cuda_graphs.impl"
 
 
 def compiles(plan: Plan, asked: bool | str, groups: Groups) -> bool:
-    """Whether ranks compile the plan's pieces, the same on every rank; one line on stderr if auto is off on GPUs.
+    """Return whether ranks compile the plan's pieces, the same on every rank; print a line if auto is off on GPUs.
 
-    The same call on every rank. Raises PlanError if ``compile: true`` cannot run here.
+    All ranks must call it. Raises PlanError if ``compile: true`` cannot run here.
     """
     if asked != AUTO:
         check_compiler(asked, groups.device)
@@ -66,7 +66,7 @@ def check_compiler(asked: bool | str, device: torch.device) -> None:
             what = f"triton is not installed, and compile: true needs it for kernels on {device}"
             raise PlanError(what, where=_AT, fix=f"pip install triton{_ELSE}")
         return
-    from torch._inductor import config  # it takes a second to import, and few runs compile
+    from torch._inductor import config  # imported late: it takes a second, and few runs compile
 
     compilers: Any = config.cpp.cxx
     names = [name for name in (compilers if isinstance(compilers, (list, tuple)) else (compilers,)) if name]
@@ -79,7 +79,7 @@ def check_compiler(asked: bool | str, device: torch.device) -> None:
 
 
 def check_machine(spec: Spec) -> None:
-    """Before a capture, which takes most of the time. Raises PlanError at the line of the spec, or of this host."""
+    """Raise PlanError if this machine cannot run ``spec``; called before the capture, which takes most of the time."""
     if spec.mesh != MeshSpec():  # several ranks
         check_host()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

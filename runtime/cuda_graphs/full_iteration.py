@@ -1,11 +1,11 @@
-"""One graph for a step: forward and backward of all microbatches, exchanges between stages too, and no optimizer.
+"""One graph for a step: forward and backward of all microbatches, with exchanges between stages, without the optimizer.
 
     in      batch tensors of each microbatch, and the denominators that are read  → copied into static inputs
-    graph   the whole order of actions; gradients of weights are added into their buffers, messages between stages lie
-            in buffers that were there before
-    out     the sum of the losses, copied from its place
+    graph   the whole order of actions; gradients of weights are added to their buffers, messages between stages lie in
+            buffers that were allocated before
+    out     the sum of the losses, as a copy
 
-Reductions over the data-parallel ranks start after it, as does the update.
+Reductions over the data-parallel ranks, and the update, start after the graph.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from runtime.pipeline.p2p import StaticBuffers
 
 
 class FullIteration(Graphs):
-    """Owns: the graph, its static inputs and buffers of messages, and the generators that its draws are from."""
+    """Owns the graph, its static inputs and message buffers, and the generators of its random numbers."""
 
     def __init__(self, program: RankProgram, buffers: GradientBuffers, maker: Maker, device: torch.device) -> None:
         self._program, self._buffers, self._maker, self._device = program, buffers, maker, device
@@ -106,19 +106,19 @@ class FullIteration(Graphs):
         return [*inputs, *(self._messages.tensors if self._messages is not None else ())]
 
     def _copy_of(self, step: Step) -> Step:
-        """The same values in memory of their own. The scale of the loss is static already."""
+        """Return the step with its values copied into new memory. The scale of the loss is static already."""
         microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
         denominators = [d.clone() if i in self._read else d for i, d in enumerate(step.denominators)]
         return Step(step.index, microbatches, step.first_microbatch, denominators, step.scale)
 
     def _tensors(self, step: Step) -> list[Tensor]:
-        """The tensors of a step that are copied in before a replay."""
+        """Return the tensors of a step that are copied into static inputs before a replay."""
         batch = [tensor for given in step.microbatches for tensor in given.values()]
         return [*batch, *(step.denominators[i] for i in self._read)]
 
 
 def static_buffers(executor: Executor) -> StaticBuffers:
-    """Of all messages of a step."""
+    """Allocate the buffers of all messages of a step."""
     transport = executor.transport
     boundaries: list[Sequence[BoundaryPlan]] = [()] * (transport.num_stages - 1)
     for stage in executor.stages:
@@ -131,19 +131,19 @@ def static_buffers(executor: Executor) -> StaticBuffers:
 
 @contextmanager
 def _aliases(program: RankProgram, buffers: GradientBuffers) -> Iterator[None]:
-    """Modules hold other leaves over the same memory: the parameters' own are bound to the stream of eager steps."""
+    """Give modules other leaves over the same memory, as the parameters are bound to the stream of eager steps."""
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    found: dict[int, nn.Parameter] = {}
+    aliases: dict[int, nn.Parameter] = {}
     for module in (inner for stage in program.stages for inner in stage.module.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if id(parameter) not in found:
-                found[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            if id(parameter) not in aliases:
+                aliases[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                 if parameter.requires_grad:
-                    buffers.watch(found[id(parameter)], parameter)
+                    buffers.watch(aliases[id(parameter)], parameter)
             replaced.append((module._parameters, name, parameter))
-            module._parameters[name] = found[id(parameter)]
+            module._parameters[name] = aliases[id(parameter)]
     try:
         yield
     finally:

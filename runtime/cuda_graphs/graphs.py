@@ -1,8 +1,8 @@
-"""The interface between an engine and a backend of CUDA graphs, what backends share, and graphs of torch.cuda.
+"""The interface between an engine and a backend of CUDA graphs, code that backends share, and graphs of torch.cuda.
 
-Those are captured on a stream of their own, in memory that each pool keeps. Other threads may call CUDA while a graph
-is captured (NCCL's watchdog asks for events): an error is this thread's own. Exchanges inside are captured as NCCL's
-kernels: their communicators were made by the real steps before.
+Graphs of torch.cuda are captured on their own stream, in memory that each pool keeps. Other threads may call CUDA
+during a capture (NCCL's watchdog queries events), so that only this thread's errors count. Exchanges are captured
+as NCCL's kernels; eager steps before have made their communicators.
 
 A replay runs no Python: collectives of regions are counted at the capture, and again at each replay.
 """
@@ -25,7 +25,7 @@ from passes.ops.region import RegionCall, run_region
 from planner.pipeline.schedule import Action
 from runtime.pipeline.executor import Executor, Step
 
-# for each axis its collectives by (kind, phase), and their bytes
+# axis, number of its collectives by (kind, phase), their bytes
 Counted = list[tuple[AxisHandle, Counter[Any], Counter[Any]]]
 
 
@@ -39,22 +39,22 @@ class Graph(Protocol):
 
 
 class Maker(Protocol):
-    """How graphs are made. Those of one ``pool`` share memory, and are to be replayed in the order of their capture."""
+    """Makes graphs. Graphs of one ``pool`` share memory, and must be replayed in the order of their capture."""
 
     def pool(self) -> Any: ...
     def graph(self, pool: Any, generators: Collection[torch.Generator]) -> Graph: ...
     def warm_up(self, body: Callable[[], None]) -> None:
-        """Run ``body`` once on the stream of the captures, so that no capture makes anything for the first time."""
+        """Run ``body`` once on the stream of the captures, so that no capture includes one-time set-up."""
 
     def spoil(self, tensors: Collection[Tensor]) -> None:
         """Mark these values as consumed; a recorded graph makes later reads fail."""
 
 
 class Graphs(ABC):
-    """Runs the regions or the step of a rank, as graphs once it ``is_on``, and eagerly before and without gradients.
+    """Runs the regions or the step of a rank: as graphs while it ``is_on``, else, or without gradients, eagerly.
 
-    ``is_wanted``: capture before the next step, replacing graphs if there are any. ``holds_reductions``: backwards of
-    this step start no reduction over the data-parallel ranks, as no graph has them. Owns: the count of replays.
+    ``is_wanted``: capture before the next step, replacing existing graphs. ``holds_reductions``: backwards of this step
+    start no reductions over the data-parallel ranks, which no graph contains. Owns the number of replays.
     """
 
     is_on = False
@@ -64,21 +64,21 @@ class Graphs(ABC):
 
     @abstractmethod
     def capture(self, executor: Executor, step: Step) -> None:
-        """Make the graphs. Gradients of this rank are anything after it; all ranks call it alike."""
+        """Make the graphs. Gradients of this rank are undefined afterwards. All ranks must call it."""
 
     @abstractmethod
     def release(self) -> None:
-        """Free all graphs; regions run eagerly until the next capture. Again: nothing.
+        """Free all graphs, if there are any; regions run eagerly until the next capture.
 
-        NCCL does not end a communicator while a graph holds its kernels, so this comes before any group ends.
+        Called before any group ends, because NCCL does not end a communicator while a graph holds its kernels.
         """
 
     def run_step(self, executor: Executor, step: Step) -> Tensor | None:
-        """Forward and backward of a step; the sum of this rank's losses."""
+        """Run forward and backward of a step; return the sum of this rank's losses."""
         return executor.run(step)
 
-    def before_forward(self, action: Action) -> None:  # noqa: B027 -- one graph for all need not know
-        """A forward that a backward will follow begins."""
+    def before_forward(self, action: Action) -> None:  # noqa: B027 -- not needed for one graph of a step
+        """Called before a forward that a backward will follow."""
 
     @property
     @abstractmethod
@@ -87,11 +87,11 @@ class Graphs(ABC):
     @property
     @abstractmethod
     def static_bytes(self) -> int:
-        """Bytes of static memory, besides the tensors that graphs keep between a forward and its backward."""
+        """Bytes of static memory, without the tensors that graphs keep between a forward and its backward."""
 
 
 class CudaGraphs:
-    """Makes graphs of torch.cuda. Owns: the stream on which they are captured."""
+    """Makes graphs of torch.cuda. Owns the stream on which they are captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -110,11 +110,11 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def spoil(self, tensors: Collection[Tensor]) -> None:
-        """Nothing: a kernel for each would be launched."""
+        """Do nothing, as it would launch a kernel for each tensor."""
 
 
 class CudaGraph:
-    """One graph. Its generators have seed and place of the day when it is replayed."""
+    """One graph. A replay draws from the current state of its generators."""
 
     def __init__(self, pool: Any, generators: Collection[torch.Generator], stream: torch.cuda.Stream) -> None:
         self._pool, self._stream = pool, stream
@@ -134,20 +134,20 @@ class CudaGraph:
 
 
 def calls_of(stage: StageModule) -> Iterator[tuple[RegionCall, list[Any]]]:
-    """The regions of a stage in the order in which they run, each with its parameters, buffers and handles."""
+    """Yield the regions of a stage in the order of execution, each with its parameters, buffers and handles."""
     for node in stage.module.graph.find_nodes(op="call_function", target=run_region):
         handle, _, held = node.args
         yield attrgetter(handle.target)(stage.module), [attrgetter(n.target)(stage.module) for n in held]
 
 
 def axes_of(values: Iterable[Any]) -> list[AxisHandle]:
-    """The axes among handles, each once."""
+    """Return the axes among handles, without duplicates."""
     return list({id(value): value for value in values if isinstance(value, AxisHandle)}.values())
 
 
 @contextmanager
 def uncounted(axes: Iterable[AxisHandle]) -> Iterator[Counted]:
-    """Afterwards the counts are as before; the yielded list then holds the counts of the calls inside."""
+    """Restore the counts of ``axes`` afterwards, and put the counts of the calls inside into the yielded list."""
     before = [(axis, axis.counts.copy(), axis.bytes.copy()) for axis in axes]
     counted: Counted = []
     try:
@@ -159,7 +159,7 @@ def uncounted(axes: Iterable[AxisHandle]) -> Iterator[Counted]:
 
 
 def count_again(counted: Counted) -> None:
-    """As if it had run once more."""
+    """Add the counts of one more run."""
     for axis, counts, sizes in counted:
         axis.counts.update(counts)
         axis.bytes.update(sizes)

@@ -1,13 +1,13 @@
-"""A CUDA graph as any device can have one: the kernels of a capture at their addresses, and nothing else.
+"""An emulation of CUDA graphs for any device: a graph is a list of ops at fixed addresses.
 
-    capture     Python runs once; each op is written down with the memory that it reads and that it writes
-    replay      the ops again, in that memory; no line of Python, no shape, no branch, no address is looked at anew
+    capture     runs the Python code once, and records each op with the memory that it reads and writes
+    replay      runs the ops again in the same memory; the Python code, its shapes and branches do not run again
 
-Results of ops are in a ``Pool``, in blocks that are reused after the capture frees them, as in the caching
-allocator. A replay writes NaN into a block at the point at which the capture freed it, or reused a free block of an
-earlier graph. Faults of a real graph therefore show here too: a tensor that is read after its block was reused, an
-input that was not copied, a number that Python chose at capture. The errors of a real capture are raised here too:
-reading a value, shapes that follow values, drawing from a generator that is not registered.
+Results of ops lie in a ``Pool``, in blocks that are reused after the capture frees them, as in the caching allocator. A
+replay writes NaN into a block where the capture freed it, or reused a free block of an earlier graph. Mistakes with
+real graphs therefore show here too: a tensor that is read after its block was reused, an input that was not copied, a
+number that Python chose at the capture. So do the errors of a real capture: reading a value, data-dependent shapes,
+drawing from a generator that is not registered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::n
 
 
 class Pool:
-    """Memory that the graphs captured in it share. Owns: its blocks, and which of them hold something."""
+    """Memory that graphs share. Owns its blocks, and the set of blocks in use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -46,21 +46,21 @@ class Pool:
         return sum(block.nbytes() for block in self.blocks)
 
     def take(self, num_bytes: int) -> int:
-        """The smallest free block that is large enough, or a new one."""
+        """Return the index of the smallest free block that is large enough, or of a new one."""
         free = [(block.nbytes(), i) for i, block in enumerate(self.blocks) if self.is_free(i)]
-        found = min((entry for entry in free if entry[0] >= num_bytes), default=None)
-        if found is not None:
-            return found[1]
+        smallest = min((entry for entry in free if entry[0] >= num_bytes), default=None)
+        if smallest is not None:
+            return smallest[1]
         self.blocks.append(torch.UntypedStorage(max(num_bytes, 1), device=self.device))
         self._numbers[self.blocks[-1]._cdata] = len(self.blocks) - 1
         return len(self.blocks) - 1
 
     def is_free(self, block: int) -> bool:
-        """Whether the pool alone knows the block."""
+        """Return whether only the pool refers to the block."""
         return torch._C._storage_Use_Count(self.blocks[block]._cdata) == 1  # pyright: ignore[reportAttributeAccessIssue]
 
     def place_of(self, tensor: Tensor) -> PoolTensor | None:
-        """The place of a tensor in the pool; None if it is outside."""
+        """Return the place of a tensor in the pool; None if it is outside."""
         block = self._numbers.get(storage_of(tensor))
         if block is None:
             return None
@@ -68,8 +68,8 @@ class Pool:
         return PoolTensor(block, tensor.dtype, shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def keep(self, value: Tensor) -> Tensor:
-        """``value`` in a block of the pool."""
-        stride = torch.empty_like(value, device="meta").stride()  # dense, even if elements of value share memory
+        """Return a copy of ``value`` in a block of the pool."""
+        stride = torch.empty_like(value, device="meta").stride()  # dense, even if elements of ``value`` share memory
         extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, stride, strict=True)) if value.numel() else 0
         block = self.take(extent * value.element_size())
         place = self._in_use[block] = PoolTensor(block, value.dtype, tuple(value.shape), stride)
@@ -77,16 +77,16 @@ class Pool:
         kept.copy_(value)
         return kept
 
-    def let_go(self) -> list[PoolTensor]:
-        """Frees the blocks that lost their last reference since the last call; returns their places."""
+    def freed(self) -> list[PoolTensor]:
+        """Free the blocks that have lost their last reference, and return their places."""
         return [self._in_use.pop(block) for block in list(self._in_use) if self.is_free(block)]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTensor:
-    """A tensor of a pool, without holding it.
+    """The place of a tensor in a pool, without a reference to it.
 
-    ``is_conj``, ``is_neg``: it is a lazy conjugate or negative, a view of memory that holds the other values.
+    ``is_conj``, ``is_neg``: it is a lazy conjugate or negative of the values in memory.
     """
 
     block: int
@@ -105,7 +105,7 @@ class PoolTensor:
 
 
 class Emulation:
-    """Makes recorded graphs, with NaN in static memory that must not be read any more."""
+    """Makes recorded graphs, and writes NaN into static memory that must not be read any more."""
 
     def __init__(self, random: RandomState, device: torch.device) -> None:
         self._random, self._device = random, device
@@ -130,9 +130,8 @@ class CaptureError(RuntimeError):
 
 @dataclass(eq=False)
 class _Op:
-    """One kernel. ``made``: the places of its results, None for a result that is no new tensor.
-
-    ``random``: the generator from which it draws implicitly. ``memory``: the storages that it touches.
+    """One op. ``made``: places of its results, None for a result that is not a new tensor. ``random``: the generator
+    from which it draws implicitly. ``memory``: the storages that it reads and writes.
     """
 
     target: Any
@@ -155,7 +154,7 @@ class _Op:
         self.memory = frozenset(storage_of(v) for v in leaves if isinstance(v, Tensor))
 
     def run(self) -> Any:
-        """Runs the op; returns the work to wait for if it is an exchange."""
+        """Run the op; return the work to wait for if it is an exchange."""
         with nullcontext() if self.random is None else drawing_from(self.random):
             results = tree_leaves(self.target(*self.args, **self.kwargs))
         if self.is_exchange:
@@ -168,7 +167,7 @@ class _Op:
 
 @dataclass
 class _Free:
-    """The capture freed a block here: its content is gone."""
+    """The point at which the capture freed a block, so that its content is undefined."""
 
     place: Any
     is_exchange = reads_only = False
@@ -183,7 +182,7 @@ class _Free:
 
 
 class RecordedGraph:
-    """One graph. Owns: its ops; once it was replayed, the blocks that they lie in. ``generators``: of its draws."""
+    """One graph. Owns its ops, and their blocks after the first replay. ``generators``: from which it may draw."""
 
     def __init__(self, pool: Pool, random: RandomState, generators: Collection[torch.Generator] = ()) -> None:
         self.pool, self._random, self._registered = pool, random, {_number_of(g) for g in generators}
@@ -191,19 +190,19 @@ class RecordedGraph:
         self._is_bound = self._is_reset = False
 
     def capture(self, body: Callable[[], None]) -> None:
-        """Run ``body`` once and write down its ops. Raises CaptureError for one that a GPU could not capture."""
+        """Run ``body`` once and record its ops. Raises CaptureError for an op that a GPU cannot capture."""
         with self.capturing():
             body()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Records the ops that run inside."""
+        """Record the ops that run inside."""
         with recording(), _Capture(self), _Reads():
             yield
         self._free()
 
     def record(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run one op of the capture; its results, in the memory that the graph keeps for them."""
+        """Run and record one op; return its results in memory of the pool."""
         if reads_on_host(target, args):
             raise CaptureError(f"{target} reads a value on the host, or has a data-dependent shape")
         if self._is_of_an_exchange(target, args):
@@ -225,7 +224,7 @@ class RecordedGraph:
         return kept
 
     def _is_of_an_exchange(self, target: Any, args: Any) -> bool:
-        """Whether an exchange does this itself: in the wait for a reduce-scatter, gloo copies from its own memory."""
+        """Return whether an op is part of an exchange: gloo copies the result of a reduce-scatter during the wait."""
         if target is not torch.ops.aten.copy_.default:
             return False
         to, source = (self._placed(value) for value in args[:2])
@@ -243,7 +242,7 @@ class RecordedGraph:
         self._ops, self._is_reset = [], True
 
     def replay(self) -> None:
-        """All ops again. An exchange is waited for before its memory is touched, as by the stream of a GPU."""
+        """Run all ops again. Before an op touches memory of an exchange, wait for it, as the stream of a GPU does."""
         if self._is_reset:
             raise RuntimeError("a graph was replayed after its reset")
         if not self._is_bound:
@@ -254,7 +253,7 @@ class RecordedGraph:
         with torch.no_grad():
             for op in self._ops:
                 for entry in list(pending):
-                    exchange, work = entry  # it must end first; a tensor that is being sent may be read meanwhile
+                    exchange, work = entry  # a tensor that is being sent may be read meanwhile
                     if not exchange.memory.isdisjoint(op.memory) and not (exchange.is_send and op.reads_only):
                         work.wait()
                         pending.remove(entry)
@@ -266,14 +265,14 @@ class RecordedGraph:
 
     def _free(self) -> None:
         """Record the blocks without references."""
-        self._ops += [_Free(place) for place in self.pool.let_go()]
+        self._ops += [_Free(place) for place in self.pool.freed()]
 
     def _placed(self, value: Any) -> Any:
         place = self.pool.place_of(value) if isinstance(value, Tensor) else None
         return value if place is None else place
 
     def _drawn_from(self, target: Any, args: Any, kwargs: Any) -> torch.Generator | None:
-        """The implicit generator; None if the op is not random, or draws from the process's own generator."""
+        """Return the implicit generator, None for other ops. Raises CaptureError for one that is not registered."""
         named = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
         is_random = torch.Tag.nondeterministic_seeded in target.tags
         default = self._random.default if is_random and not named else None
@@ -294,7 +293,7 @@ class _Capture(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     """Refuses any read of a tensor from Python, also inside an op that is written in Python.
 
-    one_hot checks its values on a CPU only: here they stay unchecked, as on a device.
+    one_hot checks its values only on a CPU: here they are not checked, as on a device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -306,13 +305,13 @@ class _Reads(TorchFunctionMode):
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill freed memory with NaN, so that a late read shows; integers stay."""
+    """Fill freed memory with NaN, so that later reads are noticed; integers are unchanged."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.data.fill_(float("nan"))
 
 
 def _number_of(generator: torch.Generator) -> int:
-    """Of a generator; an op is given another object for it."""
+    """Return the identity of a generator, as ops get another Python object for it."""
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -3,16 +3,16 @@
     forward     inputs → copied into static inputs → [ region → static outputs ]
     backward    gradients → copied into static gradients → [ region's backward → static gradients, weights' += ]
 
-[ ] is captured. Products add the gradients of their weights into the buffers, as eager ones do. The graph adds the
+[ ] is captured. Products add the gradients of their weights to the buffers, as in eager steps. The graph adds the
 gradient of any other weight that only this region reads; gradients of shared weights are outputs, which autograd sums
 in its order.
 
-A rank has such graphs by slot: as many as microbatches are in flight, whatever the number of microbatches.
+A rank has such graphs for each slot. The number of slots is the maximum number of microbatches in flight.
 
     capture     in the order of the schedule: forward 1..N of a slot, then backward N..1
-    memory      one pool a slot: it runs in the order of its capture, however slots interleave
+    memory      one pool per slot, whose graphs run in the order of their capture even if slots interleave
 
-In a shared pool, working memory of one slot could overlap tensors that another slot saved for its backward.
+In one pool for all slots, working memory of a slot could overlap tensors that another slot has saved for its backward.
 """
 
 from collections import Counter, defaultdict
@@ -39,9 +39,9 @@ from runtime.pipeline.executor import Executor, Step
 
 
 class Region:
-    """Inputs for the graphs of a region: its call, and its ``held`` values.
+    """A region to capture: its call, and the ``held`` values (parameters, buffers, handles) that it reads.
 
-    ``own``: the weights that it alone reads. Owns: the generators that its draws are from, put before each replay.
+    ``own``: weights that only this region reads. Owns the generators of its random numbers, set before each replay.
     """
 
     def __init__(self, call: RegionCall, held: Sequence[Any], own: Sequence[nn.Parameter], random: RandomState) -> None:
@@ -62,7 +62,7 @@ class Region:
 
 
 class RegionGraphs:
-    """The graphs of one region for one microbatch at a time. Owns: their static memory."""
+    """The graphs of one region for one microbatch at a time. Owns their static memory."""
 
     def __init__(self, region: Region, maker: Maker, device: torch.device) -> None:
         call = region.call
@@ -73,10 +73,10 @@ class RegionGraphs:
         self.of_later = _zeros((call.inputs[i] for i in call.through), device)
         maker.spoil(self._static)
         self.of_shared: list[Tensor | None] = []
-        self.added: list[nn.Parameter] = []  # as often as the backward adds to the gradient of each
+        self.added: list[nn.Parameter] = []  # one entry for each time that the backward adds to a gradient
         self._forward: tuple[Graph, Counted] | None = None
         self._backward: tuple[Graph, Counted] | None = None
-        self._drawn = (0, 0)  # step and microbatch of the forward that ran last
+        self._drawn = (0, 0)  # step and microbatch of the last forward
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class RegionGraphs:
     # ---- the capture
 
     def warm_up(self) -> None:
-        """Run forward and backward once, and note the draws."""
+        """Run forward and backward once, and make a generator for each of their draws."""
         random, device = self.region.random, self._static[0].device
 
         def body() -> None:
@@ -115,17 +115,17 @@ class RegionGraphs:
         return graph, counted
 
     def _run(self) -> None:
-        """The region, from its static inputs to its static outputs."""
+        """Run the region, from its static inputs to its static outputs."""
         call = self.region.call
         with torch.enable_grad():
-            # other leaves than the parameters: theirs are bound to the stream of the eager steps, and have hooks
+            # new leaves: the parameters themselves are bound to the stream of eager steps, and have hooks
             leaves = [_leaf(s, b.requires_grad) for s, b in zip(self.inputs, call.inputs, strict=True)]
             held = {id(v): _leaf(v, v.requires_grad) for v in self.region.held if isinstance(v, nn.Parameter)}
             of_leaf = {id(leaf): self.region.trained[key] for key, leaf in held.items() if leaf.requires_grad}
             handle = self.region.handle  # products inside add to the buffers themselves
             with nullcontext() if handle is None else handle.bound_to(_Places(of_leaf, self.added)):
                 made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
-            through = [leaves[i].view_as(leaves[i]) for i in call.through]  # made last: its gradient comes first
+            through = [leaves[i].view_as(leaves[i]) for i in call.through]  # last, so that its gradient comes first
         with torch.no_grad():
             copy_in(self.outputs, made)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
@@ -160,7 +160,7 @@ class RegionGraphs:
     # ---- the replay
 
     def forward(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs, and the inputs that pass through."""
+        """Replay the forward; return the outputs, and the inputs that pass through."""
         copy_in(self.inputs, given)
         self.region.put_generators()
         self._drawn = self.region.random.step, self.region.random.microbatch
@@ -168,14 +168,14 @@ class RegionGraphs:
         return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients of inputs and shared weights, from those of the outputs and of the inputs that pass through."""
+        """Return the gradients of inputs and shared weights, from those of the outputs and of inputs passed through."""
         for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
             static.zero_() if given is None else static.copy_(given)
         region = self.region
         with region.random.again(*self._drawn):  # a backward repeats the draws of its microbatch's forward
             region.random.put_all({draw: generator for draw, generator in region.generators.items() if draw.again})
             self._replay(self._backward)
-        # whoever keeps them (a send, a leaf) must not see the next replay
+        # copies, because a send or a leaf may keep them beyond the next replay
         of_inputs = [static.clone() for static in self.of_inputs]
         of_shared = [None if gradient is None else gradient.clone() for gradient in self.of_shared]
         self._maker.spoil(self._static)
@@ -189,7 +189,7 @@ class RegionGraphs:
 
 
 class _Places:
-    """The gradient memory to which a captured region adds: it always adds, since one graph serves every microbatch."""
+    """The gradient memory to which a captured region always adds, as one graph serves every microbatch."""
 
     def __init__(self, parameter_of: dict[int, nn.Parameter], added: list[nn.Parameter]) -> None:
         self._parameter_of, self._added = parameter_of, added
@@ -215,7 +215,7 @@ def _zeros(values: Iterable[BoundaryPlan], device: torch.device) -> list[Tensor]
 class GraphsBySlot(Graphs):
     """Runs each region of each microbatch by the graphs of its slot.
 
-    Owns: the graphs of each (region, slot), and which of them run the microbatch that runs.
+    Owns the graphs of each (region, slot), and the slot of the current microbatch.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class GraphsBySlot(Graphs):
         self._order, self.buffers, self._maker, self._device = order, buffers, maker, device
         self._slot = 0
         self._graphs: dict[tuple[int, int], RegionGraphs] = {}
-        self._anchor = torch.zeros((), device=device, requires_grad=True)  # so that backwards come without other input
+        self._anchor = torch.zeros((), device=device, requires_grad=True)  # makes autograd call every backward
         self.random = program.random
         self.regions = regions_of(program)
         for region in (region for chunk in self.regions for region in chunk):
@@ -240,7 +240,7 @@ class GraphsBySlot(Graphs):
         self._slot = self.slots[action.chunk, action.microbatch]
 
     def run_region(self, call: RegionCall, inputs: Sequence[Tensor], held: Sequence[Any]) -> Sequence[Tensor]:
-        """The outputs of a region for the microbatch that runs."""
+        """Return the outputs of a region for the current microbatch."""
         if not self.is_on or not torch.is_grad_enabled():
             return run_eagerly(call, inputs, held)
         graphs = self._graphs[call.index, self._slot]
@@ -287,12 +287,12 @@ class GraphsBySlot(Graphs):
 
 
 def backward_order(regions: Sequence[Region]) -> list[Region]:
-    """The order in which a chunk's backward comes to its regions."""
+    """Return the order in which a chunk's backward reaches its regions."""
     return list(reversed(regions))
 
 
 def regions_of(program: RankProgram) -> list[list[Region]]:
-    """For each chunk its regions, in the order in which they run."""
+    """Return the regions of each chunk in the order of execution."""
     nodes = [(m, n) for m in (stage.module for stage in program.stages) for n in m.graph.find_nodes(op="get_attr")]
     readers = Counter(id(attrgetter(node.target)(module)) for module, node in nodes for _ in node.users)
 
@@ -320,7 +320,7 @@ class _Replay(torch.autograd.Function):
         call = ctx.graphs.region.call
         wanted = [g for g, b in zip(grads, call.outputs, strict=False) if b.requires_grad]
         of_inputs, of_shared = ctx.graphs.backward([*wanted, *grads[len(call.outputs) :]])
-        for parameter in ctx.graphs.added:  # the graph has added their gradients: their buckets may be complete
+        for parameter in ctx.graphs.added:  # the graph has added their gradients, which may complete their buckets
             ctx.owner.buffers.arrived(parameter)
         found = iter(of_inputs)
         return None, None, None, *(next(found) if b.requires_grad else None for b in call.inputs), *of_shared, None

@@ -1,14 +1,14 @@
-"""Arguments of Transformer Engine's make_graphed_callables for one rank, by its rules.
+"""The arguments of Transformer Engine's make_graphed_callables for one rank.
 
     _order                  +c: a forward of chunk c − 1,  −c: its backward;  e.g. 1 1 -1 1 -1 -1
     _num_layers_per_chunk   L_0, L_1, …: the regions of each chunk
     callables               region l of chunk c at             L_0 + … + L_{c−1} + l
     sample_args             its k-th forward of M at     M · (L_0 + … + L_{c−1}) + k · L_c + l
 
-It knows no microbatches: the k-th backward of a chunk is taken for that of its k-th forward. Inputs of one signature
-(shapes, dtypes) share static memory in turn, by a first-in-first-out queue; whether they require a gradient is not
-looked at. It does not see that a backward is another microbatch's, or that two regions share an input of which only one
-wants the gradient. Tests hold what is made here against its rules (tests.runtime.cuda_graphs.test_te_rules).
+Transformer Engine does not know microbatches: it takes the k-th backward of a chunk for that of its k-th forward.
+Inputs of one signature (shapes, dtypes) share static memory in turn, by a first-in-first-out queue, even if only some
+require a gradient. It detects neither a backward of another microbatch, nor an input of two regions of which only one
+requires the gradient. Tests compare these arguments with its rules (tests.runtime.cuda_graphs.test_te_rules).
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from passes.program.program import BoundaryPlan
 from planner.pipeline.message_slots import slots_by_kind
 from planner.pipeline.schedule import Order, format_order
 
-NUM_WARMUP = 3  # its own, on its own stream, beside the steps before
+NUM_WARMUP = 3  # Transformer Engine's own warm-up, on its own stream, after the eager steps
 Signature = tuple[tuple[tuple[int, ...], str], ...]
 WHERE = "cuda_graphs.impl"
 _INSTEAD = "use impl: local"
@@ -33,7 +33,7 @@ _INSTEAD = "use impl: local"
 
 @dataclass(frozen=True)
 class GraphArguments:
-    """``modules`` and ``sample_args`` by position, the rest by name."""
+    """``modules`` and ``sample_args`` are passed by position, the others by name."""
 
     modules: tuple[nn.Module, ...]
     sample_args: tuple[tuple[Tensor, ...], ...]
@@ -55,23 +55,23 @@ class GraphArguments:
 
 
 def signed_order(order: Order) -> list[int]:
-    """As Transformer Engine writes it."""
+    """Return the order of actions in Transformer Engine's form."""
     return [action.chunk + 1 if action.kind == "F" else -action.chunk - 1 for action in order]
 
 
 def numbered(order: Order) -> dict[tuple[int, int], int]:
-    """(chunk, microbatch) → the how-manieth forward of its chunk it is."""
+    """Return (chunk, microbatch) → index of its forward among those of the chunk."""
     seen = Counter[int]()
-    found: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     for action in order:
         if action.kind == "F":
-            found[action.chunk, action.microbatch] = seen[action.chunk]
+            numbers[action.chunk, action.microbatch] = seen[action.chunk]
             seen[action.chunk] += 1
-    return found
+    return numbers
 
 
 def sample_index(order: Order, num_layers: Sequence[int], chunk: int, number: int, layer: int) -> int:
-    """The index of the inputs, and the graph, of a layer in the ``number``-th forward of a chunk."""
+    """Return the index of the inputs, and of the graph, of a layer in the ``number``-th forward of a chunk."""
     num_microbatches = len(order) // len(num_layers) // 2
     return num_microbatches * sum(num_layers[:chunk]) + number * num_layers[chunk] + layer
 
@@ -79,9 +79,9 @@ def sample_index(order: Order, num_layers: Sequence[int], chunk: int, number: in
 def sample_args_of(
     order: Order, chunks: Sequence[Sequence[RegionCall]], device: torch.device
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """The static inputs of each forward, in the order of ``sample_args``; shared memory gives the same tensors.
+    """Return the static inputs of each forward, in the order of ``sample_args``; shared memory is the same tensors.
 
-    An input that needs no gradient still has one if another with its signature does.
+    An input requires a gradient if any input with its signature does.
     """
     kinds = [[signature(call.inputs) for call in chunk] for chunk in chunks]
     needed: dict[Signature, list[bool]] = {}
@@ -101,18 +101,18 @@ def sample_args_of(
 
 
 def signature(values: Sequence[BoundaryPlan]) -> Signature:
-    """The shapes and dtypes that two regions must have in common to share static inputs."""
+    """Return the shapes and dtypes that must be equal for two regions to share static inputs."""
     return tuple((tuple(value.shape), value.dtype) for value in values)
 
 
 def _static(kind: Signature, needed: Sequence[bool], device: torch.device) -> tuple[Tensor, ...]:
-    """Zeros: a warm-up reads them, and zero is a valid index."""
+    """Return static inputs of zeros: a warm-up reads them, and zero is a valid index."""
     made = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in kind]
     return tuple(value.requires_grad_(need) for value, need in zip(made, needed, strict=True))
 
 
 def check_microbatches(order: Order) -> None:
-    """Backwards of a chunk come in the order of its forwards, as the signed order cannot say otherwise."""
+    """Raise PlanError unless the backwards of each chunk have the order of its forwards, as signed orders imply."""
     chunks = sorted({action.chunk for action in order})
     for chunk in chunks:
         forwards, backwards = (

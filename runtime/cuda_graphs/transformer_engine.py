@@ -4,19 +4,18 @@
     forward    inputs → the callable of (region, microbatch) → outputs, which lie in the graph's memory
     backward   autograd runs the callable's own; gradients of the inputs are copied out at once
 
-Outputs may be read until their microbatch's backward, and nothing reads them later. Gradients of inputs may be
-overwritten by the next backward, while autograd may keep one for a sum until then: hence the copy.
+Outputs are read only until the backward of their microbatch. The next backward may overwrite gradients of inputs, which
+autograd may still keep for a sum: therefore they are copied.
 
 Regions are captured as modules:
 
     module(*inputs) = region(*inputs, *held), with a gradient; without; None, …       held: parameters, buffers, handles
 
-Memory for gradients of outputs is shared by the signature of those that have one, and taken with the gaps of the first
-region that has it: so all modules give as many outputs, and those without a gradient come behind.
+Modules with equal signatures of outputs with gradients share memory for these gradients, at the positions of the first
+such module. Therefore all modules return equally many outputs, those without a gradient last.
 
-Random numbers are the same as the eager ops draw: its tracker of generators holds one for each draw of a region, as
-whatever it holds is registered with every graph, and each is put in its place before a replay. A graph moves its
-generator only at its capture.
+Random numbers are equal to those of eager ops: its tracker of generators, which registers all of them with every graph,
+has one for each draw of a region, and each is set before a replay. A graph advances its generator only at its capture.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ DISTRIBUTED = "transformer_engine.pytorch.distributed"
 
 
 class TransformerEngineGraphs(Graphs):
-    """Runs the regions of a rank as Transformer Engine captures them, while it ``is_on``; else eagerly.
+    """Runs the regions of a rank by graphs of Transformer Engine while it ``is_on``, else eagerly.
 
-    Owns: the modules and static inputs it hands over, and the callables it gets for them.
+    Owns the modules and static inputs for Transformer Engine, and the callables that it returns.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class TransformerEngineGraphs(Graphs):
         *,
         no_gradient_hooks: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``order``: of this pp rank. ``no_gradient_hooks()``: while it is entered, gradients stay in ``.grad``.
+        """``order``: of this pp rank. ``no_gradient_hooks()``: a context in which gradients stay in ``.grad``.
 
-        Raises PlanError for an order or a region that its graphs cannot run.
+        Raises PlanError for an order or a region that the graphs cannot run.
         """
         self.device, self._no_gradient_hooks = device, no_gradient_hooks
         self._order = order_by_microbatch(order)
@@ -85,13 +84,13 @@ class TransformerEngineGraphs(Graphs):
         for module in self._modules:
             module.call.run = self.run
         number = numbered(self._order)
-        self._number = {place: number.get(place, 0) for place in numbered(order)}  # 0: one's graphs serve all
+        self._number = {place: number.get(place, 0) for place in numbered(order)}  # 0: shared by all microbatches
         self._current = 0
         self._static: tuple[tuple[Tensor, ...], ...] = ()
         self._callables: dict[tuple[int, int], Callable[..., Sequence[Tensor]]] = {}
 
     def capture(self, executor: Executor | None = None, step: Step | None = None) -> None:
-        """Every graph of this rank; those of an earlier capture are freed. No gradients of a step remain."""
+        """Capture all graphs of this rank, and free those of an earlier capture. Gradients of a step are lost."""
         self.is_on, self.is_wanted = True, False
         given = self.arguments()
         if not given.modules:
@@ -111,7 +110,7 @@ class TransformerEngineGraphs(Graphs):
         self._callables = {key: made[place] for key, place in places.items()}
 
     def arguments(self) -> GraphArguments:
-        """The arguments of ``make_graphed_callables``."""
+        """Return the arguments of ``make_graphed_callables``."""
         return GraphArguments(
             tuple(self._modules),
             sample_args_of(self._order, [[module.call for module in chunk] for chunk in self._chunks], self.device),
@@ -124,7 +123,7 @@ class TransformerEngineGraphs(Graphs):
         self._current = self._number[action.chunk, action.microbatch]
 
     def run(self, call: RegionCall, inputs: Sequence[Tensor], held: Sequence[Any]) -> Sequence[Tensor]:
-        """The outputs of a region for the microbatch that runs."""
+        """Return the outputs of a region for the current microbatch."""
         if not self.is_on or not self._callables or not torch.is_grad_enabled():
             return run_eagerly(call, inputs, held)
         module = self._module_of[call.index]
@@ -144,16 +143,16 @@ class TransformerEngineGraphs(Graphs):
 
     @property
     def num_graphs(self) -> int:
-        """A forward and a backward for each region and microbatch that was captured."""
+        """Two for each captured region and microbatch: a forward and a backward."""
         return 2 * len(self._callables)
 
     @property
     def static_bytes(self) -> int:
-        """Of the static inputs. Outputs and gradients lie in the graphs' own pool."""
+        """Bytes of the static inputs. Outputs and gradients lie in the graphs' own pool."""
         return sum({id(t): t.nbytes for sample in self._static for t in sample}.values())
 
     def _places(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """(region, number of its forward) → which callable."""
+        """Yield ((region, number of its forward), index of its callable)."""
         sizes = [len(chunk) for chunk in self._chunks]
         for (chunk, _), number in numbered(self._order).items():
             for layer, module in enumerate(self._chunks[chunk]):
@@ -166,7 +165,7 @@ class TransformerEngineGraphs(Graphs):
 
 
 class _Kept(torch.autograd.Function):
-    """The identity; its gradient is a copy."""
+    """The identity, which copies its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -179,7 +178,7 @@ class _Kept(torch.autograd.Function):
 
 @contextmanager
 def _collector_as_found() -> Iterator[None]:
-    """Transformer Engine turns the garbage collector off for its captures, and leaves it off if one fails (2.20)."""
+    """Restore the garbage collector, which Transformer Engine turns off, and leaves off if a capture fails (2.20)."""
     was_on = gc.isenabled()
     try:
         yield
@@ -189,11 +188,11 @@ def _collector_as_found() -> Iterator[None]:
 
 
 def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:
-    """Transformer Engine's own. Raises PlanError if it is missing, or older than the arguments."""
+    """Import Transformer Engine's function. Raises PlanError if it is missing, or lacks one of the arguments."""
     try:
         make = importlib.import_module("transformer_engine.pytorch").make_graphed_callables
     except (ImportError, OSError) as error:
-        what = f"impl: transformer_engine needs that package: {error}"
+        what = f"impl: transformer_engine needs the package transformer_engine: {error}"
         raise PlanError(what, where=WHERE, fix=f"pip install '{EXTRA}'") from error
     _check_keywords(inspect.signature(make).parameters)
     return make
@@ -213,7 +212,7 @@ def _check_keywords(known: Mapping[str, Any]) -> None:
 class RegionModule(nn.Module):
     """A region as a module.
 
-    Owns: the counts of its collectives in one forward and in one backward, and the generators of its draws.
+    Owns the counts of its collectives in one forward and in one backward, and the generators of its draws.
     """
 
     def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:
@@ -238,7 +237,7 @@ class RegionModule(nn.Module):
         return (*(given[place] for place in self._places), *self._nothing)
 
     def in_order(self, given: Sequence[Any]) -> list[Tensor]:
-        """The region's outputs, from those of the module."""
+        """Return the region's outputs, from those of the module."""
         return [given[self._places.index(place)] for place in range(len(self._places))]
 
     def put_generators(self) -> None:
@@ -248,7 +247,7 @@ class RegionModule(nn.Module):
 
     @property
     def capture_hooks(self) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
-        """Called around each forward and backward of the warm-up and of the capture, outside of the graph."""
+        """Hooks around each forward and backward of the warm-up and of the capture, outside of the graph."""
         return {
             "forward_pre_hooks": {0: self._begin},
             "forward_hooks": {0: lambda _: self._end(FORWARD)},
@@ -257,7 +256,7 @@ class RegionModule(nn.Module):
         }
 
     def count(self, phase: str) -> None:
-        """As if the collectives of a forward, or of a backward, had run."""
+        """Count the collectives of one more forward, or backward."""
         count_again(self.counted.get(phase, []))
 
     def _begin(self, _: nn.Module) -> None:
@@ -269,7 +268,7 @@ class RegionModule(nn.Module):
 
 
 def find_draws(module: RegionModule, inputs: Sequence[Tensor], device: torch.device) -> None:
-    """Give a region a generator for each of its draws: one for all microbatches."""
+    """Give a region a generator for each of its draws, shared by all microbatches."""
     random = module.random
     if random is None:
         return
@@ -281,7 +280,7 @@ def find_draws(module: RegionModule, inputs: Sequence[Tensor], device: torch.dev
 
 @contextmanager
 def registered(modules: Sequence[RegionModule]) -> Iterator[None]:
-    """Graphs that are captured meanwhile have the generators of these regions, and those that were there."""
+    """Register the generators of these regions with graphs that are captured meanwhile, beside existing ones."""
     generators = {draw: generator for module in modules for draw, generator in module.generators.items()}
     if not generators:
         yield

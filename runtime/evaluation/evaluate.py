@@ -1,7 +1,8 @@
-"""Perplexity and cloze accuracy of the model that an engine holds: batch by batch, alike on every rank.
+"""Perplexity and cloze accuracy of the model of an engine, batch by batch; every rank computes the same.
 
-document   | The cat sat on the m a t . end |       the end token, and white space at the end, are no part of it
-passage    | The cat sat on the m a t . |           too long for a window: its last tokens
+document   | The cat sat on the m a t . end |
+passage    | The cat sat on the m a t . |           without the end token and trailing white space; if it is too long
+                                                    for a window, its last tokens
 scored                          s s s s             from the start of the last word
 
 perplexity       exp(−(1/T_o) Σ log P(token))       T_o: words of the text before tokenization
@@ -35,9 +36,9 @@ NO_WORD, ALONE, TOO_LONG = (
 
 
 def original_of(tokens: Tokens, given: int | None = None) -> tuple[int, str]:
-    """The number of original tokens, which normalizes perplexity, and its source: ``given``, or the words of the text.
+    """Return the number of original tokens, which normalizes perplexity, and its source in words.
 
-    Raises PlanError if it has none.
+    ``given``: the option; default: the words of the text. Raises PlanError if the text has none.
     """
     if given is not None:
         return given, "original tokens, from the option"
@@ -56,10 +57,11 @@ def perplexity(
     original_tokens: int | None = None,
     progress: Progress = lambda num_rows: None,
 ) -> Perplexity:
-    """exp(−(1/T_o) Σ log P) over windows of the spec's length; the same call on every rank, the same answer on each.
+    """Return exp(−(1/T_o) Σ log P) over windows of the spec's length, on every rank; all ranks must call it.
 
-    ``stride``: tokens from one window to the next; 32, or the number of tokens that a window predicts, if less.
-    ``original_tokens``: T_o; the text's words if not given. Raises PlanError if text or model have no such thing.
+    ``stride``: tokens from one window to the next; default: 32, but at most the tokens that a window predicts.
+    ``original_tokens``: T_o; default: the words of the text. Raises PlanError for a text without words, or a model
+    that does not predict next tokens.
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
     original = original_of(tokens, original_tokens)
@@ -80,9 +82,9 @@ def perplexity(
 
 
 def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_rows: None) -> Cloze:
-    """Share of documents in which every token of the last word is the arg max, given the true tokens before it.
+    """Return the share of documents in which every token of the last word is the arg max, given all tokens before it.
 
-    The same call on every rank, the same answer on each. Raises PlanError if no document is a passage.
+    All ranks must call it, and get the same. Raises PlanError if no document is a passage.
     """
     batches = RowBatches(engine.spec, engine.plan.to_run()[0].scored)
     passages = passages_of(tokens, batches.span)
@@ -93,7 +95,7 @@ def cloze(engine: Engine, tokens: Tokens, *, progress: Progress = lambda num_row
 def _scored(
     engine: Engine, batches: RowBatches, rows: Iterable[Row], progress: Progress
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each row in its order: log P and top of the tokens that it is to score."""
+    """Yield (log P, whether it is the arg max) of the scored tokens of each row, in order."""
     left = iter(rows)
     while some := list(islice(left, batches.size)):
         yield from batches.scores_of(some, engine.score(batches.batch(some)))
@@ -102,7 +104,7 @@ def _scored(
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """``num_cut``: of how many the beginning does not fit into a window. ``left_out``: reason → number of documents."""
+    """``num_cut``: number of passages with a truncated beginning. ``left_out``: reason → number of documents."""
 
     rows: list[Row]
     num_cut: int = 0
@@ -110,9 +112,9 @@ class Passages:
 
 
 def passages_of(tokens: Tokens, span: int) -> Passages:
-    """One row for each document that makes one; ``span``: tokens of a window.
+    """Return a row for each document with a last word to predict. ``span``: tokens of a window.
 
-    Raises PlanError if no document does.
+    Raises PlanError if no document has one.
     """
     if tokens.is_supervised:
         what = f"{tokens.source} has samples with labels, not passages with a last word"
@@ -121,22 +123,22 @@ def passages_of(tokens: Tokens, span: int) -> Passages:
     num_cut, left_out = 0, Counter[str]()
     start = 0
     for end in tokens.ends.tolist():
-        found = _row(tokens, start, _stop(tokens, start, end), span)
-        if isinstance(found, str):
-            left_out[found] += 1
+        made = _row(tokens, start, _stop(tokens, start, end), span)
+        if isinstance(made, str):
+            left_out[made] += 1
         else:
-            rows.append(found[0])
-            num_cut += found[1]
+            rows.append(made[0])
+            num_cut += made[1]
         start = end
     if not rows:
-        told = "; ".join(f"{number:,} documents: {reason}" for reason, number in left_out.items()) or "no document"
+        why = "; ".join(f"{number:,} documents: {reason}" for reason, number in left_out.items()) or "no document"
         fix = "make each passage a document: `meshwright prepare FILE -o PASSAGES --split-documents line`"
-        raise PlanError(f"{tokens.source} has no passage with a last word to predict ({told})", where="--data", fix=fix)
+        raise PlanError(f"{tokens.source} has no passage with a last word to predict ({why})", where="--data", fix=fix)
     return Passages(rows, num_cut, left_out)
 
 
 def _stop(tokens: Tokens, start: int, end: int) -> int:
-    """The end of the text of a document."""
+    """Return the end of the text of a document, before its end token and trailing white space."""
     if end > start and int(tokens.ids[end - 1]) == tokens.tokenization.special.get("end"):
         end -= 1
     if tokens.tokenization.name == "bytes":
@@ -146,7 +148,7 @@ def _stop(tokens: Tokens, start: int, end: int) -> int:
 
 
 def _row(tokens: Tokens, start: int, stop: int, span: int) -> tuple[Row, bool] | str:
-    """The row, and whether its beginning was cut; or why there is none."""
+    """Return the row, and whether its beginning was truncated; or the reason why there is none."""
     words = np.flatnonzero(tokens.marks[start:stop] & WORD)
     if not len(words):
         return NO_WORD
@@ -161,9 +163,9 @@ def _row(tokens: Tokens, start: int, stop: int, span: int) -> tuple[Row, bool] |
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """``log_probability``: sum over the ``num_scored`` tokens, in nats; ``num_ignored``: that the loss skips by value.
+    """``log_probability``: sum over the ``num_scored`` tokens, in nats; ``num_ignored``: tokens that the loss ignores.
 
-    ``num_original``: tokens of the original text, which the sum is divided by; ``counted``: how they were counted.
+    ``num_original``: the divisor, tokens of the original text; ``counted``: how they were counted.
     """
 
     log_probability: float
@@ -181,7 +183,7 @@ class Perplexity:
 
     @property
     def of_tokens(self) -> float:
-        """The same over the model's own tokens; of another tokenizer it says something else."""
+        """The perplexity per token of the model; not comparable between tokenizers."""
         return _exp(-self.log_probability / max(1, self.num_scored))
 
     def to_dict(self) -> dict[str, Any]:

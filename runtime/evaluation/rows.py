@@ -1,13 +1,13 @@
-"""Rows of tokens become batches, and the scores of a batch those of the rows' tokens.
+"""Rows of tokens become batches, and the scores of a batch become the scores of the tokens of each row.
 
-A model that shifts its labels inside sees a window of as many tokens as a sequence has; one that is given the next
-tokens sees one more, as its last target.
+A window has as many tokens as a sequence if the model shifts its labels itself, and one more, the last target, if it
+gets the next tokens as an input.
 
-Sliding windows over a text: each token but the first is scored once, behind as much of the text as a window holds.
+Sliding windows over a text score each token except the first once, with as much text before it as a window holds:
 
-window 0   | . s s s s s |                      the first: all that have a token before them
-window 1       | . . . . s s |                  moved by the stride: its last tokens alone
-window 2         | . . . . . s |                the last is moved back to end with the text
+window 0   | . s s s s s |                      the first window scores all tokens that have one before them
+window 1       | . . . . s s |                  moved by the stride, a window scores only its last tokens
+window 2         | . . . . . s |                the last window is moved back to end with the text
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,15 +28,13 @@ from runtime.engine.log_probs import Scores
 from runtime.engine.prompts import check_fed
 
 PADDING = 0  # any id: padding after a row is not scored, and a causal model does not see it
-
-
-STRIDE = 32  # of the paper
+STRIDE = 32  # as in the Megatron-LM paper
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a batch: ``ids`` (int64 [tokens]); those from ``first`` on are scored, of ``is_label`` (bool
-    [tokens]) if given."""
+    """One sequence of a batch: ``ids`` (int64 [tokens]), scored from ``first`` on; only those in ``is_label`` (bool
+    [tokens]), if it is set."""
 
     ids: np.ndarray
     first: int
@@ -44,10 +42,10 @@ class Row:
 
 
 class Windows:
-    """Windows of ``span`` tokens over ``ids`` [tokens], each ``stride`` further; 32 if not given, or the number of
-    tokens that a window predicts, if less. ``num_scored``: tokens scored in all.
+    """Windows of ``span`` tokens over ``ids`` [tokens], each ``stride`` further than the one before.
 
-    Raises PlanError for a text of fewer than two tokens, and for a stride that would leave tokens out.
+    ``stride``: default: 32, but at most the tokens that a window predicts. ``num_scored``: number of scored tokens.
+    Raises PlanError for a text of fewer than two tokens, and for a stride that would skip tokens.
     """
 
     def __init__(self, ids: np.ndarray, span: int, stride: int | None, source: str) -> None:
@@ -56,7 +54,7 @@ class Windows:
             what = f"{source} holds {len(ids)} tokens, too few to predict one"
             raise PlanError(what, where="--data", fix="give a longer text")
         if not 1 <= stride < span:
-            what = f"a window predicts {span - 1} tokens, a stride of {stride} would skip some"
+            what = f"a window predicts {span - 1} tokens, so that a stride of {stride} would skip some"
             raise PlanError(what, where="--stride", fix=f"use --stride 1 to {span - 1}")
         self.ids, self.span, self.stride = ids, span, stride
         self.num_scored = len(ids) - 1
@@ -75,14 +73,14 @@ class Windows:
 
 
 class Samples:
-    """One row a sample, of which the labels are scored; a longer one than ``span`` tokens is cut as in training.
+    """One row per sample, of which the labels are scored; one of more than ``span`` tokens is cut as in training.
 
-    Raises PlanError for a stride: samples are no windows.
+    Raises PlanError for a stride: samples are not windows.
     """
 
     def __init__(self, tokens: Tokens, span: int, stride: int | None) -> None:
         if stride is not None:
-            what = f"{tokens.source} has samples with labels, which have no stride"
+            what = f"--stride applies to windows over a text, but {tokens.source} has samples with labels"
             raise PlanError(what, where="--stride", fix="remove --stride")
         self._pieces, self.stride = pieces_of(tokens, span, "cut"), 0
         self.num_scored = sum(int(row.is_label[1:].sum()) for row in self if row.is_label is not None)
@@ -95,22 +93,22 @@ class Samples:
 
 
 def windows_of(tokens: Tokens, span: int, stride: int | None) -> Windows | Samples:
-    """The rows to score for perplexity. Raises PlanError if there are none."""
+    """Return the rows to score for perplexity. Raises PlanError if there are none."""
     if tokens.is_supervised:
         return Samples(tokens, span, stride)
     return Windows(tokens.ids, span, stride, tokens.source)
 
 
 class RowBatches:
-    """``span``: tokens of a row, at most. ``size``: rows of a batch.
+    """Makes batches of rows. ``span``: maximum number of tokens of a row. ``size``: rows per batch.
 
-    Raises PlanError if the spec is of another task than the next token.
+    Raises PlanError if the objective of the spec is not next-token prediction.
     """
 
     def __init__(self, spec: Spec, scored: Scored) -> None:
         inputs = spec.require_inputs()
         if spec.data.objective != "next_token":
-            what = f"data.objective is {spec.data.objective}: such a model predicts other tokens than the next one"
+            what = f"data.objective is {spec.data.objective}: such a model does not predict the next token"
             raise spec.error("data.objective", what, "evaluate a next-token model")
         with spec.locating():
             self.roles = roles_of(inputs, spec.data.inputs)
@@ -122,8 +120,8 @@ class RowBatches:
         self._inputs = inputs
 
     def batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """The global batch, padded: rows, and padding sequences if there are too few rows."""
-        nothing = np.full(self.length + 1, PADDING)  # all of it is seen: a sequence of padding alone has no softmax
+        """Return the global batch of ``rows``, padded, with padding sequences if there are too few rows."""
+        nothing = np.full(self.length + 1, PADDING)  # unmasked: a fully masked sequence would have no softmax
         samples = []
         for ids in (*(row.ids for row in rows), *[nothing] * (self.size - len(rows))):
             whole = np.append(ids, np.full(self.length + 1 - len(ids), PADDING))
@@ -132,7 +130,7 @@ class RowBatches:
         return stacked(samples, self.roles, self._inputs)
 
     def scores_of(self, rows: Sequence[Row], scores: Scores) -> list[tuple[Tensor, Tensor]]:
-        """(log P [tokens], is_top [tokens]) of each row's scored tokens, except those that the loss ignores by value.
+        """Return (log P [tokens], is_top [tokens]) of each row's scored tokens, without those that the loss ignores.
 
         Raises PlanError if the loss does not score the expected tokens.
         """
@@ -150,7 +148,7 @@ class RowBatches:
         is_scored = scores.is_scored[place, columns]
         skipped = torch.from_numpy(row.ids[row.first :])[~is_scored]
         if not set(skipped.tolist()) <= self.ignored:
-            what = f"the loss does not score every token of {self.key!r} that has one before it"
+            what = f"the loss does not score every token of {self.key!r} that has a token before it"
             raise PlanError(what, where=f"inputs.{self.key}", fix="evaluate a model with a loss over every next token")
         if row.is_label is not None:
             is_scored = is_scored & torch.from_numpy(row.is_label[row.first :])

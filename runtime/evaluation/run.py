@@ -1,6 +1,6 @@
-"""The commands `evaluate` and `generate`: the plan's ranks score a text, or continue prompts; rank 0 has the result.
+"""The commands `evaluate` and `generate`: ranks score a text, or continue prompts, and rank 0 returns the result.
 
-Bad input is reported before a process starts; under torchrun this process is one of the ranks.
+Bad input is reported before any process starts; under torchrun this process is one of the ranks.
 """
 
 import os
@@ -40,8 +40,8 @@ TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``load``: a save of training, or a directory of saves; ``averaged``: the running mean of its weights. Without it
-    those of the model ``reference``, if that is a directory with weights."""
+    """The weights to load: of the save, or the last save in the directory, ``load`` (``averaged``: their running mean);
+    else of the model ``reference``, if it is a directory with weights."""
 
     reference: str
     load: str | None = None
@@ -49,20 +49,20 @@ class Weights:
 
     @property
     def directory(self) -> Path | None:
-        """Of pretrained weights to read, if no save is loaded."""
+        """The directory of pretrained weights, if no save is loaded."""
         return pretrained_directory(self.reference) if self.load is None else None
 
     @property
     def adapters(self) -> Path | None:
-        """A directory of trained adapters to load; a save of training has its own."""
+        """The directory of trained adapters, if no save is loaded: a save has its own."""
         return adapter_directory(self.reference) if self.load is None else None
 
     def model(self, seed: int) -> nn.Module:
-        """The model to plan, without drawn values if a save brings its own."""
+        """Return the model to plan; if a save is loaded, without drawing values."""
         return load_to_plan(self.reference, seed, has_values=self.load is None)
 
     def check_load(self) -> None:
-        """Raise PlanError if there is nothing to load."""
+        """Raise PlanError if the save does not exist, or lacks the running mean."""
         if self.load is not None:
             save = resolve(Path(self.load))
             manifest = look(save)
@@ -73,28 +73,28 @@ class Weights:
             raise PlanError(what, where="--ema", fix="add --load DIR")
 
     def check(self, decided: Plan) -> None:
-        """Raise PlanError if files are not of the planned model."""
+        """Raise PlanError if files of weights do not fit the plan."""
         if (directory := self.directory) is not None:
             check_pretrained(decided, directory)
         if (adapters := self.adapters) is not None:
             check_adapters(decided, adapters)
 
     def into(self, engine: Engine, *, leads: bool) -> None:
-        """Load them. ``leads``: whether this rank speaks for all."""
+        """Load the weights into ``engine``. ``leads``: this rank prints."""
         if self.load is not None:
             engine.load(self.load, averaged=self.averaged)
         elif (directory := self.directory) is not None:
             engine.load_pretrained(directory)
         elif leads:
-            print(f"no --load: the weights are the initial ones of {self.reference}", file=sys.stderr, flush=True)
+            print(f"no --load: using the initial weights of {self.reference}", file=sys.stderr, flush=True)
         if (adapters := self.adapters) is not None:
             engine.load_adapters(adapters)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked(ABC):
-    """The options of either command; the same on every rank. ``planned``: the file of the launcher's plan
-    (``runtime.shared_plan``). ``own``: fields that concern one rank alone."""
+    """The options of either command, the same on every rank, except those in ``own``. ``planned``: the file of the
+    launcher's plan (``runtime.shared_plan``)."""
 
     own: ClassVar[tuple[str, ...]] = ("weights", "spec", "tokenizer")
     weights: Weights
@@ -103,20 +103,20 @@ class Asked(ABC):
     planned: str | None = field(default=None, kw_only=True)
 
     def read_spec(self) -> Spec:
-        """Raises PlanError."""
+        """Load the spec. Raises PlanError for its errors."""
         return Spec.load(self.spec)
 
     @abstractmethod
     def read(self, spec: Spec, *, is_whole: bool = False) -> Any:
-        """The text, or what makes tokens of texts. ``is_whole``: look at all of it. Raises PlanError."""
+        """Read the text, or the tokenizer of prompts. ``is_whole``: check all bytes. Raises PlanError for bad input."""
 
     @abstractmethod
     def fitted(self, spec: Spec, decided: Plan, given: Any) -> Any:
-        """What ``run`` needs of the plan and of ``given``, which was read. Raises PlanError if they do not serve."""
+        """Return ``needed`` of ``run``, by plan and ``given``, the result of ``read``. Raises PlanError if unfit."""
 
     @abstractmethod
     def run(self, engine: Engine, given: Any, needed: Any, *, leads: bool) -> Any:
-        """The result of this rank. ``leads``: whether it speaks for all."""
+        """Return the result of this rank. ``leads``: this rank prints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ class Evaluation(Asked):
     def read(self, spec: Spec, *, is_whole: bool = False) -> Tokens:
         tokens = read_tokens(self.data, self.tokenizer)
         if is_whole and is_token_file(Path(self.data)):
-            check_content(Path(self.data))  # all of it will be read anyway
+            check_content(Path(self.data))  # the evaluation reads the whole file anyway
         return tokens
 
     def fitted(self, spec: Spec, decided: Plan, given: Tokens) -> int:
-        """How many sequences are to be scored."""
+        """Return the number of sequences to score."""
         decisions, _ = decided.to_run()
         batches = RowBatches(spec, decisions.scored)
         with spec.locating():
@@ -159,7 +159,7 @@ class Evaluation(Asked):
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """One prompt and the text that the model continues it with. ``is_stopped``: whether its end token came."""
+    """One prompt and the text with which the model continues it. ``is_stopped``: the model ended it by an end token."""
 
     prompt: str
     text: str
@@ -172,7 +172,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Generation(Asked):
-    """``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as of ``Engine.generate``."""
+    """``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as in ``Engine.generate``."""
 
     prompts: tuple[str, ...]
     choice: Choice
@@ -185,24 +185,24 @@ class Generation(Asked):
         return codec
 
     def fitted(self, spec: Spec, decided: Plan, given: Encoder) -> tuple[list[list[int]], int]:
-        """The tokens of each prompt, and how many new ones each gets."""
+        """Return the tokens of each prompt, and the number of new tokens for each."""
         return tokens_of(self.prompts, given, spec, decided, self.max_new_tokens)
 
     def run(
         self, engine: Engine, given: Encoder, needed: tuple[list[list[int]], int], *, leads: bool
     ) -> list[Continued]:
         self.weights.into(engine, leads=leads)
-        found = engine.generate(*needed, stop=given.ends, cache=self.cache, **asdict(self.choice))
-        if leads and found.uncached_because:
-            told = found.uncached_because.replace("\n", "\n  at:  ")
-            print(f"note: keys and values are not kept, and each token runs the whole forward: {told}", file=sys.stderr)
-        each = zip(self.prompts, found.tokens, found.is_stopped, strict=True)
+        made = engine.generate(*needed, stop=given.ends, cache=self.cache, **asdict(self.choice))
+        if leads and made.uncached_because:
+            why = made.uncached_because.replace("\n", "\n  at:  ")
+            print(f"note: no cache of keys and values: each token runs the whole forward: {why}", file=sys.stderr)
+        each = zip(self.prompts, made.tokens, made.is_stopped, strict=True)
         return [Continued(prompt, given.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]
 
 
 def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
-    """The result of the evaluation, on rank 0; None on the others. ``num_ranks``: local processes; the mesh's size if
-    not given.
+    """Return the result of the evaluation on rank 0, None on others. ``num_ranks``: local processes to start, by
+    default the mesh's size.
 
     Raises PlanError for bad input, RankError when a rank fails.
     """
@@ -210,12 +210,12 @@ def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cl
 
 
 def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
-    """The texts, on rank 0; None on the others. Otherwise as ``evaluate``."""
+    """Return the continued prompts on rank 0, None on others. Arguments and errors as for ``evaluate``."""
     return _on_all_ranks(asked, num_ranks)
 
 
 def _on_all_ranks(asked: Asked, num_ranks: int | None) -> Any:
-    """The result of rank 0. All that is known to be wrong before a process starts is a PlanError."""
+    """Check all input before any process starts, run the ranks, and return the result of rank 0."""
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
         require_same_options(asked, own=asked.own)
         require_same_options(asked.weights, own=("reference",), places=("load",))
@@ -236,7 +236,7 @@ def _on_all_ranks(asked: Asked, num_ranks: int | None) -> Any:
 
 
 def run_rank(asked: Asked, made: Planned | None = None) -> Any:
-    """The part of one rank; the first returns the result. ``made``: the plan, if this process has it."""
+    """Run one rank; rank 0 returns the result. ``made``: the plan, if this process has made it."""
     leads = not launched(os.environ).rank
     with told_to_all():
         spec = asked.read_spec()
@@ -248,5 +248,5 @@ def run_rank(asked: Asked, made: Planned | None = None) -> Any:
         engine = Engine(made.plan, mode="evaluate")
     with engine:
         made.forget_file()
-        found = asked.run(engine, given, needed, leads=leads)
-    return found if leads else None
+        result = asked.run(engine, given, needed, leads=leads)
+    return result if leads else None

@@ -1,4 +1,4 @@
-"""Many cases one after another: draw, run, make failing ones as small as they stay failing, sum up."""
+"""Many cases in turn: draw, run, reduce failing ones, summarize."""
 
 import resource
 import time
@@ -18,7 +18,7 @@ SPECS_OF_A_MODEL = 4  # a capture takes about as long as three cases
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failing case, reduced, and the file that runs it again."""
+    """A failing case, reduced, and the file from which it can be rerun."""
 
     name: str
     case: Case
@@ -28,10 +28,10 @@ class Failure:
 
 @dataclass
 class Campaign:
-    """Owns the counts and failures so far. ``seed``: of the first model, the next has the next. ``folder``: of files.
+    """Owns the counts and failures so far. ``seed``: of the first model; the next adds 1. ``folder``: for files.
 
-    ``say``: called with each finished case and each failure. ``model_of``: the model of a seed. ``num_specs``: cases of
-    each model.
+    ``say``: called with each finished case and each failure. ``model_of``: seed → model. ``num_specs``: cases per
+    model.
     """
 
     seed: int
@@ -47,7 +47,7 @@ class Campaign:
         self._host, self._number = StoreHost(), 0
 
     def run(self, num_cases: int | None, seconds: float | None) -> None:
-        """Until so many cases are done or so much time has passed; an interrupt keeps the results so far."""
+        """Run ``num_cases`` cases, or until ``seconds`` have passed; an interrupt keeps the results so far."""
         progress, done, seed = Progress(num_cases, seconds), 0, self.seed
         try:
             while not progress.is_over(done):
@@ -60,10 +60,7 @@ class Campaign:
             self.say("interrupted: results so far are kept")
 
     def run_model(self, seed: int, num_specs: int) -> Iterator[tuple[str, str]]:
-        """The name and the verdict of each case of a model; of a failure also the first difference and the file.
-
-        The first case of seed 7 is named 7, the others 7.1, 7.2, ….
-        """
+        """Yield the name and the verdict of each case of a model. The first case of seed 7 is 7, then 7.1, …."""
         cases = {str(seed): (first := Case.drawn(seed, self.most_ranks, self.model_of(seed)))}
         cases |= {f"{seed}.{k}": first.another(seed, k, self.most_ranks) for k in range(1, num_specs)}
         outcomes = self.outcomes_of(list(cases.values()))
@@ -74,7 +71,7 @@ class Campaign:
             yield name, outcome.verdict
 
     def note_failure(self, name: str, case: Case, outcome: Outcome) -> None:
-        """The file is written at once, and again for each smaller case: an interrupt leaves the smallest so far."""
+        """Write the file now, and again for each smaller case, so that an interrupt leaves the smallest so far."""
         self.say(f"seed {name} {outcome.verdict}: {outcome.words}\n  {case}\n  searching for a smaller case")
         file, place = self.folder / f"fuzz-{name}.json", len(self.failures)
         case.save(file)
@@ -88,33 +85,33 @@ class Campaign:
         return next(self.outcomes_of([case]))
 
     def outcomes_of(self, cases: list[Case]) -> Iterator[Outcome]:
-        """Of cases that have one model."""
+        """Yield the outcomes of cases of one model."""
         number = self._number
         self._number += len(cases)
         yield from run_cases(cases, self._host, number)
 
     def rows(self) -> list[Row]:
-        """The summary: how many cases of each outcome and reason, failures first."""
+        """Return the summary: the number of cases of each outcome and reason, failures first."""
         order = (Verdict.CRASHED, Verdict.DIFFERS, Verdict.EQUAL, Verdict.REFUSED)
         found = sorted(self.counts.items(), key=lambda item: (order.index(item[0][0]), -item[1], item[0][1]))
         return [(str(count), verdict.value, reason) for (verdict, reason), count in found]
 
 
 def told(failure: Failure, command: str) -> str:
-    """``command``: that runs a case from its file."""
+    """Return a failure in words. ``command``: the command that reruns a case from its file."""
     words = f"seed {failure.name}, reduced: {failure.outcome.words}"
-    return f"{words}\n  {failure.case}\n  run it again: {command} --case {failure.file}"
+    return f"{words}\n  {failure.case}\n  rerun it: {command} --case {failure.file}"
 
 
 def processor_seconds() -> float:
-    """Of this process and of all its forks that have ended."""
+    """Return the processor seconds of this process and of all its finished forks."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 @dataclass
 class Progress:
-    """``num_cases``, ``seconds``: how many, how long; None if there is no such end. Owns: when it began."""
+    """Progress towards ``num_cases`` cases or ``seconds`` seconds (None: no limit). Owns the time of its begin."""
 
     num_cases: int | None
     seconds: float | None
@@ -131,11 +128,11 @@ class Progress:
         return is_late or (self.num_cases is not None and done >= self.num_cases)
 
     def seconds_left(self, done: int) -> float:
-        """By the mean of those that are done; ``done`` is 1 or more."""
-        found = [self.seconds - self.spent] if self.seconds is not None else []
+        """Return the estimated remaining seconds, by the mean of the cases ``done``, 1 or more."""
+        limits = [self.seconds - self.spent] if self.seconds is not None else []
         if self.num_cases is not None:
-            found.append(self.spent / done * (self.num_cases - done))
-        return max(0.0, min(found))
+            limits.append(self.spent / done * (self.num_cases - done))
+        return max(0.0, min(limits))
 
     def told(self, done: int) -> str:
         of = "" if self.num_cases is None else f" of {self.num_cases}"
@@ -148,7 +145,7 @@ MOST_RUNS = 80
 def shrunk(
     case: Case, outcome: Outcome, run: Callable[[Case], Outcome], most_ranks: int
 ) -> Iterator[tuple[Case, Outcome]]:
-    """Ever simpler cases that fail in the same way, the last one the simplest that ``MOST_RUNS`` runs find."""
+    """Yield ever simpler cases that fail in the same way, within ``MOST_RUNS`` runs."""
     seen, runs = {str(case)}, 0
     is_smaller = True
     while is_smaller:

@@ -1,6 +1,6 @@
-"""One case: a model and a drawn spec, and how to read them back from a file.
+"""One case: a model and a drawn spec, which can be saved to a file and loaded.
 
-Of a model of the user's own, the keys that the spec writes stay, and all others are drawn.
+For the user's own model, the keys in the spec are kept, and all others are drawn.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CAPTURE_SECONDS = 3600.0
 
 
 class Model(Protocol):
-    """The model of a case. ``options``: of each field of its specs; ``pinned``: fields that stay; ``base``: keys of
-    the spec that are given.
+    """The model of a case. ``options``: of each field of its specs; ``pinned``: fields with a fixed value; ``base``:
+    fixed keys of the spec.
     """
 
     @property
@@ -53,7 +53,7 @@ class Model(Protocol):
     def base(self) -> dict[str, Any]: ...
     def build(self, seed: int) -> nn.Module: ...
     def simpler(self) -> list[Model]:
-        """The simplest one, then every one with one simpler option; none if the model has no options."""
+        """Return the simplest model, then all with one simpler option; none if the model has no options."""
         ...
 
     def to_dict(self) -> dict[str, Any]: ...
@@ -68,13 +68,13 @@ class Case:
 
     @classmethod
     def drawn(cls, seed: int, most_ranks: int, model: Model) -> Case:
-        """A case of two ranks or more, if the spec leaves that free. Equal for equal seeds."""
+        """Return a case of two or more ranks, if the spec allows it. Equal seeds draw equal cases."""
         random = Random(seed)
-        random.random()  # a model may have been drawn by the first number
+        random.random()  # the first number may have drawn the model
         return cls(model, {})._with_a_spec(seed, random.random(), random.choice(specs.AXES), most_ranks)
 
     def another(self, seed: int, number: int, most_ranks: int) -> Case:
-        """The ``number``-th further spec of ``seed`` for this model; it shares the fields that captures use."""
+        """Return a further case of ``seed`` for this model, which shares the fields on which captures depend."""
         name = f"{seed}.{number}"
         random, kept = Random(name), {field: self.spec[field] for field in specs.OF_CAPTURES}
         return self._with_a_spec(name, random.random(), random.choice(specs.AXES), most_ranks, kept)
@@ -88,9 +88,9 @@ class Case:
             if Random(f"{seed}/rare {name}").random() < chance:
                 spec[name] = options[name][0]
         spec |= kept or {}
-        found = replace(self, spec=spec).sensible(most_ranks)
-        if found.world_size > 1 or f"mesh.{axis}" in self.model.pinned:
-            return found
+        case = replace(self, spec=spec).sensible(most_ranks)
+        if case.world_size > 1 or f"mesh.{axis}" in self.model.pinned:
+            return case
         return replace(self, spec=spec | {f"mesh.{axis}": 2}).sensible(most_ranks)
 
     def sensible(self, most_ranks: int) -> Case:
@@ -108,26 +108,25 @@ class Case:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank is given the rows of its dp rank alone."""
+        """Whether each rank gets only the rows of its dp rank."""
         return self.spec[specs.ROWS] == "own"
 
     def continued(self) -> dict[str, Any] | None:
-        """The spec of the layout that resumes from a save of this one."""
+        """Return the spec of the layout that resumes from a save of this case, if there is one."""
         axis = self.spec[specs.CONTINUED]
         return None if axis == "nothing" else specs.continued_on(self.to_spec(), axis)
 
     def simpler(self, most_ranks: int) -> list[Case]:
-        """The model or the spec as simple as can be, then every case that differs by one simpler option."""
+        """Return cases with the simplest model or sections of the spec, then all with one simpler option."""
         options, models = self.model.options, self.model.simpler()
-        found = [replace(self, model=model) for model in models[:1]]
-        found += [replace(self, spec=self.spec | {n: options[n][0] for n in names}) for names in self._groups()]
-        found += [replace(self, model=model) for model in models[1:]]
-        found += [replace(self, spec=spec) for spec in specs.simpler(self.spec, options)]
-        legal = [one.sensible(most_ranks) for one in found]
-        return [one for one in legal if one != self]
+        cases = [replace(self, model=model) for model in models[:1]]
+        cases += [replace(self, spec=self.spec | {n: options[n][0] for n in names}) for names in self._groups()]
+        cases += [replace(self, model=model) for model in models[1:]]
+        cases += [replace(self, spec=spec) for spec in specs.simpler(self.spec, options)]
+        return [case for case in (each.sensible(most_ranks) for each in cases) if case != self]
 
     def _groups(self) -> list[list[str]]:
-        """The fields of a spec except the mesh, section by section and together."""
+        """Return the fields of a spec except the mesh, all together and by section."""
         rest = [name for name in self.model.options if not name.startswith("mesh.")]
         sections = dict.fromkeys(name.partition(".")[0] for name in rest if "." in name)
         return [rest, *([name for name in rest if name.startswith(f"{section}.")] for section in sections)]
@@ -136,13 +135,13 @@ class Case:
         return f"model: {self.model}; spec: {specs.told(self.spec, self.model.options)}"
 
     def save(self, path: Path) -> None:
-        """Raises OSError."""
+        """Write the case to ``path``. Raises OSError."""
         values = {"version": VERSION, "model": self.model.to_dict(), "spec": self.spec}
         write_for_user(path, json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path, read: Callable[[dict[str, Any]], Model]) -> Case:
-        """``read``: a model from its ``to_dict``. Raises PlanError for a file that ``save`` did not write."""
+        """Load a case. ``read``: makes a model of its ``to_dict``. Raises PlanError for a file of another form."""
         values = read_json(path, "case", fix=_FIX)
         try:
             model = read(values["model"])
@@ -153,7 +152,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """``reference``: MODEL of the command line. ``base``: the spec's values except those that it leaves to auto."""
+    """``reference``: MODEL of the command line. ``base``: the spec's values except ``auto``."""
 
     reference: str
     base: dict[str, Any]
@@ -162,7 +161,7 @@ class OwnModel:
 
     @classmethod
     def read(cls, reference: str, spec: Path, most_ranks: int) -> OwnModel:
-        """Raises PlanError: a spec that is none, that leaves nothing to draw, or a model that cannot be captured."""
+        """Raises PlanError for a wrong spec, one that leaves nothing to draw, or a model that cannot be captured."""
         checked = Spec.load(spec, {"mesh": AUTO})
         checked.require_inputs()
         values, _ = read_yaml(spec)
@@ -178,15 +177,15 @@ class OwnModel:
 
     @property
     def pinned(self) -> Choices:
-        """The fields that the spec writes."""
-        found = {name: value for name in specs.FIELDS if (value := _at(self.base, name)) is not None}
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        """The fields in the spec."""
+        values = {name: value for name in specs.FIELDS if (value := _at(self.base, name)) is not None}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
     @property
     def options(self) -> dict[str, tuple[Any, ...]]:
         pinned = self.pinned
-        found = specs.FIELDS | _OF_DRAWN_MODELS | {"microbatches": (None,)}
-        return {name: (pinned[name],) if name in pinned else values for name, values in found.items()}
+        drawn = specs.FIELDS | _OF_DRAWN_MODELS | {"microbatches": (None,)}
+        return {name: (pinned[name],) if name in pinned else values for name, values in drawn.items()}
 
     def build(self, seed: int) -> nn.Module:
         return load_model(self.reference, materialize=True, seed=seed)
@@ -202,12 +201,12 @@ class OwnModel:
 
 
 def _captured(own: OwnModel) -> tuple[int, bool]:
-    """How many blocks the model has, and whether experts are among its layers."""
+    """Return the number of blocks of the model, and whether it has expert layers."""
     alone = {name: own.base[name] for name in ("inputs", "loss") if name in own.base}
     micro = own.base["batch"].get("micro", 1)
     batch = {"global": own.base["batch"]["global"], "micro": micro}
-    found = plan(own.build(seed=1234), {"mesh": {}, "batch": batch, **alone})
-    return sum(len(stage.blocks) for stage in found.stages), bool(found.experts)
+    decided = plan(own.build(seed=1234), {"mesh": {}, "batch": batch, **alone})
+    return sum(len(stage.blocks) for stage in decided.stages), bool(decided.experts)
 
 
 def _check_axes(spec: Spec, own: OwnModel, most_ranks: int) -> None:
@@ -217,12 +216,12 @@ def _check_axes(spec: Spec, own: OwnModel, most_ranks: int) -> None:
         what = f"the spec's mesh has {specs.world_size(axes)} ranks, but a case has at most {most_ranks}"
         raise spec.error("mesh", what, f"give --nproc {specs.world_size(axes)}, or reduce the mesh")
     if all(f"mesh.{axis}" in pinned for axis in specs.AXES):
-        what = f"the spec writes {', '.join(axes)}: no layout remains to draw"
+        what = f"the spec sets {', '.join(axes)}: no layout remains to draw"
         raise spec.error("mesh", what, "remove one of them, or set it to auto; `meshwright verify` runs one layout")
 
 
 def _without_auto(values: Any) -> dict[str, Any]:
-    """Keys with auto are drawn, like absent keys."""
+    """Return the values without ``auto``, which is drawn like a missing key."""
     kept = {name: value for name, value in values.items() if value != AUTO}
     return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in kept.items()}
 

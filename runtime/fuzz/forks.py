@@ -1,7 +1,7 @@
-"""Forked children: one process has imported and captured, many short-lived copies of it run. For CPUs alone.
+"""Forked children: one process imports and captures, and many short-lived forks of it run. For CPUs only.
 
-Planning and importing cost more than the small runs themselves, so both happen once in a parent that never opens a
-process group and has none of autograd's threads (they do not survive a fork); ranks and references are its forks.
+Planning and importing take longer than the small runs themselves, so both happen once, in a parent that never opens a
+process group and starts no threads of autograd (which do not survive a fork); ranks and references are its forks.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 HOST = "127.0.0.1"
-TIMEOUT_SECONDS = 600.0  # of a call; a group waits half of it
+TIMEOUT_SECONDS = 600.0  # of a call; that of a process group is half as long
 _FORK = multiprocessing.get_context("fork")
 _LAST = "no further value"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -33,12 +33,11 @@ _IMPORTED = ("planner.api", "runtime.engine.engine", "runtime.verify.run", "torc
 
 
 class ForkError(RuntimeError):
-    """A child failed; the message holds its traceback."""
+    """A child failed; the message is its traceback."""
 
 
 class Child:
-    """A fork of this process that runs ``function(*args)`` and sends back its result, or its error; of a generator
-    function each value."""
+    """A fork of this process that runs ``function(*args)`` and sends its result (a generator: each value) or error."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._pipe, there = _FORK.Pipe(duplex=False)
@@ -47,7 +46,7 @@ class Child:
         there.close()
 
     def message(self, deadline: float) -> tuple[Any, BaseException | None] | None:
-        """The next value and error of the child; None after the last one. Raises TimeoutError."""
+        """Return the next value and error of the child, None after the last. Raises TimeoutError at ``deadline``."""
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         try:
@@ -56,7 +55,7 @@ class Child:
             return None
 
     def end(self) -> int | None:
-        """Reap the child, which is killed if it still runs; its exit code."""
+        """Kill the child if it still runs, reap it, and return its exit code."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
@@ -64,31 +63,31 @@ class Child:
 
 
 def _serve(ours: Connection, there: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """In the child. An interrupt of a terminal comes to all processes: the parent alone answers it."""
+    """Run the function in the child. An interrupt reaches all processes of a terminal; only the parent handles it."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with suppress(OSError, AttributeError):  # on Linux: otherwise a child of a killed process continues to run
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ours.close()
-        gc.freeze()  # a collection would touch, and so copy, every page that parent and child share
+        gc.freeze()  # a collection would write to, and so copy, every page that parent and child share
         # torch replaces a forked copy of its thread pool at the first use, which two threads must not make at once. A
         # backward may start several at once: after an export, a torch built for CUDA does so even without a GPU.
         torch.set_num_threads(torch.get_num_threads())
         for message in _messages(function, args):
             there.send_bytes(message)
     finally:
-        os._exit(0)  # whatever came, an interrupt too: the parent's own work is not the child's
+        os._exit(0)  # in every case: the code of the parent behind the fork must not run here
 
 
 def in_fork(function: Callable[..., Any], *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
-    """The result of ``function(*args)``, computed in a fork. Raises its error."""
+    """Return the result of ``function(*args)``, computed in a fork. Raises its error."""
     return in_forks([(function, args)], timeout_seconds)[0]
 
 
 def in_forks(
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[Any]:
-    """All calls at once, each in a fork of its own; raises the first error, and ends all children in any case."""
+    """Run all calls at once, each in its own fork, and return the results. Raises the first error."""
     deadline = time.monotonic() + timeout_seconds
     children: list[Child] = []
     found: list[tuple[Any, BaseException | None] | None] = []
@@ -104,7 +103,7 @@ def in_forks(
         statuses = [child.end() for child in children]
     ended = [f or (None, _no_result(status)) for f, status in zip(found, statuses, strict=False)]
     errors = [error for _, error in ended if error is not None]
-    # A rank that fails for a reason of its own counts before those that lose their peer by it.
+    # the error of a rank comes before those of ranks that lose their connection to it
     errors.sort(key=lambda error: "Connection closed by peer" in str(error) or "ended without" in str(error))
     if errors or late:
         raise errors[0] if errors else late  # pyright: ignore[reportGeneralTypeIssues]
@@ -112,9 +111,9 @@ def in_forks(
 
 
 def values_of(function: Callable[..., Iterator[Any]], *args: Any, timeout_seconds: float) -> Iterator[Any]:
-    """Each value of the generator ``function(*args)``, which runs in a fork; raises its error.
+    """Yield the values of the generator ``function(*args)``, which runs in a fork. Raises its error.
 
-    ``timeout_seconds``: for each value.
+    ``timeout_seconds``: of each value.
     """
     child, status = Child(function, *args), None
     try:
@@ -137,14 +136,14 @@ def _no_result(status: int | None) -> ForkError:
 
 
 def _messages(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[bytes]:
-    """The pickled (value, error) of a call; of a generator one for each value, and ``_LAST``."""
+    """Yield the pickled (value, error) of a call; for a generator one for each value, then ``_LAST``."""
     try:
-        found = function(*args)
-        if isinstance(found, Generator):
-            for value in found:
+        result = function(*args)
+        if isinstance(result, Generator):
+            for value in result:
                 yield pickle.dumps((value, None))
-            found = _LAST
-        yield pickle.dumps((found, None))
+            result = _LAST
+        yield pickle.dumps((result, None))
     except BaseException as error:
         yield _pickled(error)
 
@@ -161,8 +160,8 @@ def _pickled(error: BaseException) -> bytes:
 
 
 class StoreHost:
-    """A child that hosts one rendezvous store for every case of a session, and ends with this object: as it runs, it
-    keeps all memory that its parent had.
+    """A child that hosts one rendezvous store for all cases, and ends with this object, because it keeps the memory
+    that its parent had.
     """
 
     def __init__(self) -> None:
@@ -185,18 +184,18 @@ class StoreHost:
         self._end = weakref.finalize(self, _end_host, os.getpid(), pid, alive)
 
     def begin(self, token: str) -> None:
-        """Forks of one process count for themselves: ``token``, in hexadecimal, keeps their cases apart."""
+        """Count cases from ``token`` (hexadecimal), which must differ between forks of one process."""
         self._num_cases = int(token, 16)
 
     def run_ranks(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(*args)`` on ``world_size`` gloo ranks; results in rank order."""
+        """Run ``function(*args)`` on ``world_size`` gloo ranks; return the results in rank order."""
         self._num_cases += 1
         prefix = f"{os.getpid()}/{self._num_cases}"
         return in_forks([(_rank, (self.port, prefix, r, world_size, function, args)) for r in range(world_size)])
 
 
 def _end_host(owner: int, pid: int, alive: int) -> None:
-    """In the process that made it; its forks leave it alone."""
+    """End the host, if this is the process that started it, and not one of its forks."""
     if os.getpid() == owner:
         os.close(alive)
         with suppress(ProcessLookupError):
@@ -220,9 +219,9 @@ def _rank(
 
 
 def prepare() -> None:
-    """Before the first fork, and before any export."""
+    """Prepare this process for forks; called before the first fork, and before any export."""
     torch.set_num_threads(1)
-    # Autograd counts its devices once. Before any export it finds none and starts no thread, so that forks stay free.
+    # Autograd counts its devices once. Before any export there are none, so that it starts no threads.
     torch.ones(1, requires_grad=True).sum().backward()
     for name in _IMPORTED:
         importlib.import_module(name)

@@ -1,14 +1,14 @@
 """One rank of a case: three steps compared with one process, a save, the running mean, and memory.
 
-The state before step 3 is saved if another layout resumes from it; that layout makes the step again.
+If another layout resumes the case, the state before step 3 is saved, and that layout repeats the step.
 
 Bounds of the planned memory:
 
 parameters, gradients, optimizer    1 % or 64 bytes
 activations, logits among them      3 % or 1 KiB: the size of a scalar or a row of statistics
 
-Skipped if the plan does not predict bytes exactly: rows of experts depend on the routing, blocks of attention on the
-documents, graphs have static memory, and the compiler chooses the saved tensors of compiled pieces.
+Memory is not compared if the plan does not predict bytes exactly: rows of experts depend on the routing, blocks of
+attention on the documents, graphs have static memory, and the compiler chooses the saved tensors of compiled pieces.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,17 +38,16 @@ from runtime.verify.comparison import (
 )
 
 NUM_STEPS = 3
-HALF_PRECISION = 2.5  # as much more than a comparison of one layout allows: among many, some round worse
+HALF_PRECISION = 2.5  # factor on the tolerance of one comparison: among many layouts, some round worse
 SLACK_BYTES = {"activations": 1024}
 SMALLEST_SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The last step of the engine as full tensors, and its parameters. ``precision``: the lowest that the model
-    computes in.
+    """The engine's last step, and its parameters, as full tensors. ``precision``: the lowest dtype of the computation.
 
-    ``mean``: the expected mean of the weights; empty without one.
+    ``mean``: the expected running mean of the weights; empty without one.
     """
 
     step: EngineStep
@@ -59,7 +58,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class OfRank:
-    """``rows`` and ``made``: of rank 0 alone."""
+    """The results of one rank. ``rows`` and ``made``: only on rank 0."""
 
     rows: list[Row]
     memory: list[Compared]
@@ -67,7 +66,7 @@ class OfRank:
 
 
 class Kept(Beside):
-    """Also keeps the engine's last step and its parameters after it."""
+    """Compares, and keeps the engine's last step and the parameters after it."""
 
     last: EngineStep
     parameters: Mapping[str, Tensor]
@@ -85,7 +84,8 @@ class Kept(Beside):
 
 
 class Look:
-    """Owns the expected mean of the weights. ``directory``: for a save before the last step."""
+    """Called before each step and after the last. Owns the expected running mean of the weights. ``directory``: for a
+    save before the last step."""
 
     def __init__(self, spec: Spec, directory: Path | None) -> None:
         self._decay, self._directory, self._place = spec.optimizer.ema, directory, 0
@@ -119,8 +119,8 @@ def _row_of_mean(name: str, found: Tensor, mean: Tensor, more: float = 0.0) -> R
 
 
 def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None, is_local: bool) -> OfRank:
-    """``is_local``: the engine is given the rows of its dp rank alone. Raises PlanError if a rank refuses."""
-    documents.CALL = 0  # however small they are, documents run block by block
+    """Compare on this rank. ``is_local``: the engine gets only the rows of its dp rank. Raises PlanError if refused."""
+    documents.CALL = 0  # attention runs block by block even for small documents
     batches = _batches(spec, decided)
     memory = held(decided, batches, spec)
     look = Look(spec, directory)
@@ -135,7 +135,7 @@ def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None,
 
 
 def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
-    """The last step again, by this rank of another layout, which begins with the save; rank 0 compares."""
+    """Repeat the last step on this rank of another layout, from the save, and compare on rank 0."""
     batch = _batches(spec, decided)[-1]
     with Engine(decided) as engine:
         engine.load(directory)
@@ -168,15 +168,15 @@ def _loosened(allowed: Tolerance) -> Tolerance:
 
 
 def held(decided: Plan, batches: Sequence[dict[str, Tensor]], spec: Spec) -> list[Compared]:
-    """The memory of this rank in a step, beside its row of the plan."""
+    """Return the memory of this rank in a step beside the plan's; empty if the plan does not predict it exactly."""
     is_exact = not decided.experts and not decided.to_run()[0].lowering.documents.attentions
     if not is_exact or spec.cuda_graphs.impl != "none" or spec.compiles(on_gpu=False):
         return []
-    of_one_length = batches[:: len(decided.of_all_lengths)]  # from the greatest on
+    of_one_length = batches[:: len(decided.of_all_lengths)]  # batches of the longest length
     return measured(decided, [of_one_length[0], of_one_length[-1]]).rows
 
 
 def exceeds(row: Compared) -> bool:
-    """Beyond the share that is allowed, and by more bytes than a small model's odds and ends."""
+    """Return whether the difference exceeds both the allowed fraction and the slack in bytes of a small model."""
     slack = SLACK_BYTES.get(row.category, SMALLEST_SLACK)
     return not row.passed and abs(row.predicted - row.measured) > slack

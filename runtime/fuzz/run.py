@@ -1,11 +1,11 @@
-"""Run cases of one model: capture it once, plan each, run its ranks as forks, and compare them with one process.
+"""Run cases of one model: capture it once, plan each case, run its ranks as forks, and compare them with one process.
 
-plan file       the plan, saved and loaded, is the plan
+plan file       the plan is equal after saving and loading
 values          loss, norm, gradients and parameters of three updates, and the mean of the weights (runtime.fuzz.rank)
 memory          within the bounds of runtime.fuzz.rank
-continued       another layout goes on from a save and makes the third update again
+continued       another layout resumes from a save and repeats the third update
 
-The captures of one model: cases that differ in other keys of the spec share one.
+Cases share a capture unless they differ in a key on which captures depend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.fuzz.specs import NOT_KEYS, OF_CAPTURES
 from runtime.verify.comparison import Row
 from runtime.verify.run import in_mode
 
-CASE_SECONDS = 900.0  # some calls of ranks (forks.TIMEOUT_SECONDS), of which at most one hangs
+CASE_SECONDS = 900.0  # enough for one hanging call of ranks (forks.TIMEOUT_SECONDS) and the others
 
 
 class Verdict(StrEnum):
@@ -58,23 +58,23 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """Equal for outcomes of one cause: the check that differs, else words without their numbers and names."""
+        """The failed check, or the words without numbers and names: equal for outcomes with one cause."""
         first = self.words.strip().splitlines()[0] if self.words.strip() else ""
         if self.verdict is Verdict.DIFFERS:
             return self.check
         return re.sub(r"[\d.,]+(e[+-]?\d+)?|'[^']*'|`[^`]*`", "…", first)
 
     def is_like(self, other: Outcome) -> bool:
-        """Fails in the same way; of crashes also for the same reason."""
+        """Return whether both fail in the same check; crashes also for the same reason."""
         is_crash = self.verdict is Verdict.CRASHED
         alike = (self.verdict, self.check) == (other.verdict, other.check)
         return alike and (not is_crash or self.kind == other.kind)
 
 
 def run_cases(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Outcome]:
-    """The outcome of each of ``cases``, which have one model, in a fork of this process, which keeps nothing of it.
+    """Yield the outcome of each of ``cases``, which have one model. They run in a fork of this process.
 
-    A case that ends the fork is a crash; the others go on in a new one.
+    A case that ends the fork is a crash; the remaining cases run in a new fork.
     """
     done = 0
     while done < len(cases):
@@ -88,7 +88,7 @@ def run_cases(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[O
 
 
 def _last_line(error: BaseException) -> str:
-    """The last line that names an exception, or the last one that is not indented."""
+    """Return the last line that names an exception, else the last one that is not indented."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line[0].isspace()]
     named = [line for line in lines if re.match(r"[\w.]+: ", line)]
     return f"{type(error).__name__}: {(named or lines or [''])[-1]}"
@@ -96,7 +96,7 @@ def _last_line(error: BaseException) -> str:
 
 def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Outcome]:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of plans: values with a warning are compared too
+    warnings.simplefilter("ignore")  # plans with warnings are compared too
     host.begin(f"{number:x}")
     captures = Captures()
     for case in cases:
@@ -107,7 +107,7 @@ def _in_fork(cases: Sequence[Case], host: StoreHost, number: int) -> Iterator[Ou
 
 
 def _outcome(case: Case, captures: Captures, host: StoreHost) -> Outcome:
-    """Raises PlanError if the case is refused."""
+    """Return the outcome of one case. Raises PlanError if the case is refused."""
     with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
         return _compared(case, captures, host, Path(folder))
 
@@ -143,7 +143,7 @@ def _compared(case: Case, captures: Captures, host: StoreHost, folder: Path) -> 
 
 
 def _other_layout(case: Case, captures: Captures) -> tuple[Plan, Spec] | None:
-    """The layout that resumes from a save; None if the case asks for none, or that one is refused."""
+    """Return the layout that resumes from a save; None if the case has none, or if it is refused."""
     values: Any = case.continued()
     if values is None:
         return None
@@ -166,7 +166,7 @@ def _judged(rows: Sequence[Row], check: str, before: str) -> Outcome:
 
 
 def refused(error: PlanError) -> Outcome:
-    """A refusal must name a source line or a key of the spec, and a fix."""
+    """Return the outcome of a refusal, which must have a fix, and a source line or key of the spec; else a crash."""
     where: Any = error.where
     is_line = isinstance(where, Where) and bool(where.line or _is_key(where.module))
     if error.fix and (is_line or _is_key(str(where or ""))):
@@ -179,19 +179,19 @@ def _is_key(where: str) -> bool:
 
 
 class Captures:
-    """Owns a built model and its capture for each combination so far of ``specs.OF_CAPTURES``."""
+    """Owns a capture for each combination of values of ``specs.OF_CAPTURES``, with its model."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], Captured | PlanError] = {}
+        self._captures: dict[tuple[Any, ...], Captured | PlanError] = {}
 
     def of(self, case: Case, spec: Spec) -> Captured:
-        """Raises PlanError if the model cannot be captured."""
+        """Return the capture of a case. Raises PlanError if the model cannot be captured."""
         key = attrgetter(*(name for name in OF_CAPTURES if name not in NOT_KEYS))(spec)
-        if key not in self._found:
+        if key not in self._captures:
             try:
-                self._found[key] = capture(in_mode(case.build(), spec), spec)
+                self._captures[key] = capture(in_mode(case.build(), spec), spec)
             except PlanError as error:
-                self._found[key] = error
-        if isinstance(found := self._found[key], PlanError):
-            raise found
-        return found
+                self._captures[key] = error
+        if isinstance(captured := self._captures[key], PlanError):
+            raise captured
+        return captured

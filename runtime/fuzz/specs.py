@@ -1,17 +1,15 @@
-"""Specs that are drawn: an option for each key of the reference spec that changes a step.
+"""Random specs: an option for each key of the reference spec that changes a step.
 
-Each field has a table row of options, the simplest first.
-
-draw      every field by itself: the simplest with a given chance, else any. A field that is added changes no other
-simpler   every way to replace one field's option by one that stands before it
-
-Choices that would test only the checks of the spec (too many ranks, chunks without a pipeline) are removed; the others
-become the values of a spec, and those of the layout that resumes from its save.
+FIELDS    the options of each field, the simplest first
+draw      draws every field independently: the simplest option with a given probability, else any
+simpler   all ways to replace one field's option by a simpler one
+sensible  replaces choices that would only test the checks of the spec (too many ranks, chunks without a pipeline)
 """
 
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from random import Random
 from typing import Any
 
@@ -85,10 +83,10 @@ RARE = {
     "compile": 0.97,
     "precision.parameters": 0.3,
     "lengths": 0.5,
-}  # the chance to become the simplest again: it takes long, or hides differences
-# A capture depends on these, and so do the weights of the user's own model: all cases of one model share them.
+}  # probability that a drawn option becomes the simplest after all: it is slow, or hides differences
+# Fields on which a capture, and the weights of the user's own model, depend: all cases of one model share them.
 OF_CAPTURES = ("batch.micro", "precision.parameters", "half precision", "dropout", "seed")
-_AXES = ("mesh.tp", "mesh.pp", "mesh.dp", "mesh.cp")
+_AXES = tuple(f"mesh.{axis}" for axis in AXES)
 _NO_PIPELINE = {
     "mesh.vpp": 1,
     "pipeline.schedule": default_kind(1),
@@ -109,13 +107,13 @@ _NUMBERED = {"even": "*[02468]", "odd": "*[13579]"}  # the name of a block ends 
 
 
 def draw(options: Options, seed: int | str, *, simplest: float = 0.5) -> Choices:
-    """``simplest``: the chance that a field keeps its first option, from 0 to 1."""
+    """Draw an option of each field. ``simplest``: the probability of its first option."""
     randoms = {name: Random(f"{seed}/{name}") for name in options}
     return {n: v[0] if randoms[n].random() < simplest else randoms[n].choice(v) for n, v in options.items()}
 
 
 def simpler(chosen: Choices, options: Options) -> Iterator[Choices]:
-    """One change at a time, the largest first: a field's first option, then its others from simple to complex."""
+    """Yield choices with one simpler option: the first option of each field, then the others from simple to complex."""
     positions = {name: options[name].index(value) for name, value in chosen.items() if name in options}
     most = max(positions.values(), default=0)
     for at in range(most):
@@ -125,23 +123,23 @@ def simpler(chosen: Choices, options: Options) -> Iterator[Choices]:
 
 
 def told(chosen: Choices, options: Options) -> str:
-    """The fields that are not the simplest, as ``name value``."""
+    """Return the fields without their simplest option, as ``name value``."""
     names = [f"{n} {chosen[n]}" for n, values in options.items() if n in chosen and chosen[n] != values[0]]
     return ", ".join(names) or "only defaults"
 
 
 def listed(values: dict[str, Any], options: Options) -> Choices:
-    """The options that were written. Raises ValueError if any is missing or unknown."""
-    found = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
-    if values.keys() != options.keys() or any(found[name] not in options[name] for name in options):
+    """Return the choices in a file. Raises ValueError if a field or an option is missing or unknown."""
+    chosen = {name: tuple(v) if isinstance(v := values[name], list) else v for name in options}
+    if values.keys() != options.keys() or any(chosen[name] not in options[name] for name in options):
         raise ValueError
-    return found
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a model that its spec must respect. ``global_size``: sequences of a step; None if the spec's fields
-    say. ``is_steady``: its routers choose the same experts however scores are rounded.
+    """The facts of a model that its spec must respect. ``global_size``: sequences of a step; None: from the fields of
+    the spec. ``is_steady``: rounding of scores does not change the experts that routers choose.
     """
 
     num_blocks: int
@@ -151,24 +149,21 @@ class Facts:
 
 
 def world_size(chosen: Choices) -> int:
-    found = 1
-    for axis in _AXES:
-        found *= chosen[axis]
-    return found
+    return prod(chosen[axis] for axis in _AXES)
 
 
 def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> Choices:
-    """``pinned``: fields that stay."""
+    """Return choices that a plan accepts, for at most ``most_ranks`` ranks. ``pinned``: fields with a fixed value."""
     found = chosen | pinned
     _fit_ranks(found, most_ranks, facts, pinned)
     _fit_pipeline(found, facts)
     _fit_experts(found, facts)
     if facts.has_experts and not facts.is_steady and found["precision.parameters"] == "bfloat16":
-        found["precision.parameters"] = "float32"  # rounded scores choose other experts
+        found["precision.parameters"] = "float32"  # rounding would change the chosen experts
     if found["precision.parameters"] != "bfloat16":
         found["half precision"] = "bfloat16"
     if found["precision.parameters"] == "float64":
-        found["precision.gradients"] = None  # else gradients are rounded more coarsely than they are compared
+        found["precision.gradients"] = None  # else gradients are rounded more than the tolerance allows
     if found["mesh.dp"] == 1:
         found["rows given"] = "all"
     if found["cuda_graphs.impl"] == "none":
@@ -186,7 +181,7 @@ def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) ->
 
 
 def _fit_optimizer(found: Choices) -> None:
-    """Only keys that the update rule reads."""
+    """Reset keys that the update rule does not read, and combinations that ZeRO does not allow."""
     read = keys_read(found["optimizer.name"])
     for key in ("betas", "eps", "momentum", "nesterov"):
         name = f"optimizer.{key}"
@@ -212,7 +207,7 @@ def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -
     while size is not None and size % (found["mesh.dp"] * found["batch.micro"]):
         name = "mesh.dp" if "mesh.dp" not in pinned and found["mesh.dp"] > 1 else "batch.micro"
         if name in pinned or found[name] == 1:
-            break  # the planner says which of the pinned keys do not go together
+            break  # the planner reports which of the pinned keys conflict
         found[name] -= 1
 
 
@@ -220,7 +215,7 @@ def _fit_pipeline(found: Choices, facts: Facts) -> None:
     if found["mesh.pp"] == 1:
         found |= _NO_PIPELINE
     kind = KINDS.get(str(found["pipeline.schedule"]))
-    if kind is None:  # by hand
+    if kind is None:  # an order written by the user
         return
     if found["mesh.vpp"] > 1 or (kind.runs_chunks and kind.vpp is None):
         found |= {"mesh.vpp": 2, "pipeline.schedule": default_kind(2)}
@@ -235,13 +230,13 @@ def _fit_experts(found: Choices, facts: Facts) -> None:
     if not facts.has_experts or world_size(found) % (etp * found["mesh.ep"] * found["mesh.pp"]):
         found |= {"mesh.ep": 1, "mesh.etp": None}
     if found["mesh.ep"] > 1 or found["mesh.etp"] is not None or found["mesh.cp"] > 1:
-        found["mesh.order"] = FIELDS["mesh.order"][0]  # another one must suit dense layers and experts
+        found["mesh.order"] = FIELDS["mesh.order"][0]  # another order need not fit both dense layers and experts
     if not facts.has_experts and found["cuda_graphs.scope"] in (("moe",), ("moe_router",)):
         found["cuda_graphs.scope"] = ()
 
 
 def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
-    """The spec as a dict for ``Spec.load``. ``base``: the given keys, with ``inputs``; they take precedence."""
+    """Return the spec as a dict for ``Spec.load``. ``base``: fixed keys, with ``inputs``, which take precedence."""
     values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
     given = facts.global_size
     values["batch.global"] = given or chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
@@ -267,7 +262,7 @@ def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, An
 
 
 def with_half(base: dict[str, Any]) -> dict[str, Any]:
-    """Sequences of half the length too: of the inputs that have the first one's length, if it has a half."""
+    """Add half the sequence length to all inputs with the length of the first one, if it is 2 or more."""
     inputs: dict[str, dict[str, Any]] = base["inputs"]
     length = next((given["shape"][0] for given in inputs.values() if given.get("shape")), 0)
     if not isinstance(length, int) or length < 2:
@@ -281,7 +276,7 @@ def with_half(base: dict[str, Any]) -> dict[str, Any]:
 
 
 def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
-    """The same training on two ranks of ``axis`` (``one``: on one rank), with another state of the optimizer."""
+    """Return the spec of the same training on two ranks of ``axis`` (``one``: one rank), with another ZeRO stage."""
     found = copy.deepcopy(spec)
     size = found["batch"]["global"]
     found["mesh"] = {} if axis == "one" or (axis == "dp" and size % 2) else {axis: 2}
@@ -295,16 +290,16 @@ def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
 
 
 def merged(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """``base`` over ``values``, key by key of each section."""
-    found = dict(values)
+    """Return ``values`` overwritten by ``base``, key by key in each section."""
+    spec = dict(values)
     for name, value in base.items():
-        both = isinstance(value, dict) and isinstance(found.get(name), dict)
-        found[name] = merged(found[name], value) if both and name != "overrides" else value
-    return found
+        both = isinstance(value, dict) and isinstance(spec.get(name), dict)
+        spec[name] = merged(spec[name], value) if both and name != "overrides" else value
+    return spec
 
 
 def split_of(chosen: Choices, facts: Facts) -> Any:
-    """uneven: all blocks that are not needed elsewhere on the first stage. ends: embedding and loss count as blocks."""
+    """Return pipeline.split. uneven: one block on each stage, the rest on the first; ends: embedding and loss count."""
     num_stages, kind = chosen["mesh.pp"] * chosen["mesh.vpp"], chosen["pipeline.split"]
     first = facts.num_blocks - num_stages + 1
     if num_stages == 1 or kind == "auto" or not isinstance(kind, str) or first < 1:

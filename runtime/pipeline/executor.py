@@ -1,11 +1,11 @@
-"""Run one step of a pipeline rank: a loop over the schedule's actions, one short method for each kind.
+"""Run one step of a pipeline rank: a loop over the schedule's actions, with one short method for each kind.
 
     F   receive values -> stage module -> send values        saves tensors for its backward
     B   receive gradients -> backward -> send gradients      frees them; if a W follows, defers the weight gradients
                                                              of matrix products
     W   the deferred weight gradients                        frees their inputs
 
-Each microbatch's loss is its share of the mean over the global batch: losses and gradients add up, nothing is divided.
+The loss of a microbatch is its share of the mean over the global batch: losses and gradients are summed, not divided.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from runtime.pipeline.p2p import Transport
 class Step:
     """The input of one run over the actions.
 
-    ``microbatches``: this dp rank's share of the batch, split. ``first_microbatch``: the global index of the first of
-    them. ``denominators``: float64 scalars, sums over the global batch. ``scale``: the gradient of the loss, on the
-    device; None for 1.
+    ``microbatches``: of this dp rank. ``first_microbatch``: global index of the first of them. ``denominators``:
+    float64 scalars, sums over the global batch. ``scale``: the gradient of the loss, on the device; None for 1.
     """
 
     index: int
@@ -52,11 +51,10 @@ class Step:
 
 @dataclass(slots=True)
 class Saved:
-    """The tensors that a forward saves for its backward. The outputs themselves are not kept, only their places in the
-    graph.
+    """The tensors that a forward saves for its backward: not its outputs, only their edges in the autograd graph.
 
-    ``edges``: for each sent value that carries a gradient, and last for the loss; None if nothing trainable led to
-    it. ``loss_gradient`` is the loss's own seed.
+    ``edges``: of each sent value with a gradient, then of the loss; None for one that depends on nothing trainable.
+    ``loss_gradient``: the gradient with which the backward of the loss starts.
     """
 
     received: list[Tensor]
@@ -65,7 +63,7 @@ class Saved:
 
 
 class Gradients(Protocol):
-    """Sums of weight gradients, which ``begin`` before those of a microbatch come, and ``end`` after them."""
+    """Sums of weight gradients. ``begin`` is called before the gradients of a microbatch, ``end`` after them."""
 
     def begin(self, chunk: int, *, is_alone: bool) -> None: ...
 
@@ -75,9 +73,9 @@ class Gradients(Protocol):
 class Executor:
     """Runs the actions of this rank.
 
-    Owns: the saved tensors of the microbatches in flight, the sum of their losses, and ``scores``: of each microbatch
-    of the last evaluation, in their order, if a stage gives them. ``around(action, step)``: each action runs in it,
-    with the receives that it posts; for observers.
+    Owns the saved tensors of the microbatches in flight, the sum of their losses, and ``scores``: one of each
+    microbatch of the last evaluation, if a stage returns them. ``around(action, step)``: a context, for observers, in
+    which each action runs, with the receives that it posts.
     """
 
     def __init__(
@@ -93,11 +91,11 @@ class Executor:
         weights: WeightGradients | None = None,
         gradients: Gradients | None = None,
     ) -> None:
-        """``before_backward(is_last)`` runs before each backward; ``is_last``: the last of its chunk in this step.
+        """``before_backward(is_last)``: called before each backward; ``is_last``: the last of its chunk in this step.
 
-        ``before_forward(action)`` runs before each forward that a backward will follow; ``before_weights(is_last)``
-        before each W. ``weights``: the deferred work of Ws; without it a backward computes all gradients.
-        ``gradients`` of weights are complete for a microbatch after its W, or its B if it has none.
+        ``before_forward(action)``: called before each forward that a backward will follow; ``before_weights(is_last)``:
+        before each W. ``weights``: the work that Ws do; without it a backward computes all gradients. ``gradients``:
+        weight gradients, complete for a microbatch after its W, or its B if it has no W.
         """
         self.stages = list(stages)
         self.order = tuple(order)
@@ -116,7 +114,7 @@ class Executor:
         self._run_by_kind = {"F": self._forward, "B": self._backward, "W": self._weights}
 
     def over(self, stages: Sequence[StageModule]) -> Executor:
-        """The same order over other stages, which only evaluate."""
+        """Return an executor of the same order for other stages, which only evaluate."""
         return Executor(stages, self.order, self.transport, self.random)
 
     @property
@@ -125,7 +123,7 @@ class Executor:
         return self._saved.values()
 
     def run(self, step: Step) -> Tensor | None:
-        """Forward and backward of every microbatch; the sum of their losses (float64) if this rank has the loss."""
+        """Run forward and backward of all microbatches; return the sum of losses (float64) if the loss is here."""
         self.transport.waits.begin()
         loss = self._run(step, self.order)
         self.transport.waits.end()
@@ -133,7 +131,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, step: Step, *, training: bool = False) -> Tensor | None:
-        """The forwards alone, without autograd; ``training``: with dropout, as the step will draw it."""
+        """Run only the forwards, without autograd. ``training``: with the dropout that the step will draw."""
         self.scores = []
         with installed((self.random, "training", training)):
             return self._run(step, tuple(action for action in self.order if action.kind == "F"))
@@ -187,10 +185,10 @@ class Executor:
         sent = outputs[: len(stage.sends)]
         if stage.sends:
             if not torch.is_grad_enabled() and len(self.stages) == 1:
-                self.transport.settle()  # forwards alone hear of no message that was taken over, and would hold all
+                self.transport.settle()  # without backwards no message frees earlier ones, and all would be held
             self.transport.send(_out_of(stage, action), _to_send(stage, sent))
         if stage.has_scores:
-            self.scores.append(outputs[-1 - stage.has_loss])  # the loss stands behind them, if there is one
+            self.scores.append(outputs[-1 - stage.has_loss])  # before the loss, if there is one
         seed = None
         if stage.has_loss:
             loss, seed = self.loss_of(outputs[-1], step, action)
@@ -199,9 +197,9 @@ class Executor:
             self._saved[action.chunk, action.microbatch] = _save(stage, received, outputs, seed)
 
     def loss_of(self, output: Tensor, step: Step, action: Action) -> tuple[Tensor, Tensor]:
-        """The loss of a microbatch (float64), and the gradient with which the backward of ``output`` begins.
+        """Return the loss of a microbatch (float64), and the gradient with which the backward of ``output`` starts.
 
-        A copy: if a block makes the loss, ``output`` may lie in static memory of a graph, which is used again.
+        The loss is a copy, because ``output`` may lie in static memory of a graph, which is reused.
         """
         return output.detach().to(torch.float64, copy=True), _seed(output, step.scale)
 
@@ -230,7 +228,7 @@ class Executor:
             self.gradients.end()
 
     def _with_weights(self, action: Action) -> AbstractContextManager[Any]:
-        """Inside, a backward defers its weight gradients if the schedule has a W action for it."""
+        """Return a context in which a backward defers its weight gradients, if the schedule has a W for it."""
         key = action.chunk, action.microbatch
         if self.weights is None:
             return nullcontext()
@@ -248,19 +246,19 @@ class Executor:
 
     def _describe(self, action: Action, error: Exception) -> str:
         what = f"{self.transport.groups.faults.activity}: {type(error).__name__}: {error}"
-        if is_of_a_peer(error):  # the place of this rank explains nothing
+        if is_of_a_peer(error):  # the position of this rank explains nothing
             return what
         return f"{what}\n  its place in the schedule of all pp ranks:\n{indent(self._place(action), '  ')}"
 
     def _place(self, action: Action) -> str:
         orders, groups = self.transport.orders or (self.order,), self.transport.groups
-        if not torch.is_grad_enabled():  # evaluation runs the forwards alone
+        if not torch.is_grad_enabled():  # an evaluation runs only forwards
             orders = tuple(tuple(a for a in order if a.kind == "F") for order in orders)
         return grid_around(orders, groups.place["pp"], action, groups.mesh.fold)
 
 
 def _seed(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of the loss."""
+    """Return the gradient of the loss."""
     return torch.ones_like(loss) if scale is None else scale.to(loss.dtype).expand_as(loss)
 
 
@@ -273,8 +271,8 @@ def _save(stage: StageModule, received: list[Tensor], outputs: Sequence[Tensor],
 
 
 def _to_send(stage: StageModule, values: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copies if training sends no gradient back: then nothing holds this stage until its peer has taken them over, and
-    static memory of a graph is used again before that."""
+    """Return the values to send: copies, if no gradient comes back in training. Nothing then stops this stage from
+    overwriting static memory of a graph before its peer has received it."""
     waits = not torch.is_grad_enabled() or any(b.requires_grad for b in stage.sends)
     return values if waits else [value.detach().clone() for value in values]
 

@@ -1,10 +1,10 @@
-"""Which op made the first value that is no number: the stages of a rank run again, op by op, each value looked at.
+"""Find the op of the first NaN or Inf: rerun the stages of a rank op by op, and check each value.
 
     forward     a NaN or Inf comes from the first op on its path with finite inputs
     backward    the same for gradients, if all losses were finite
 
-An infinity from user code (``masked_fill(…, -inf)``) is no fault, nor is one that reaches no loss. Values received
-from other ranks are theirs to report: each rank reports its own, and ``first_of`` finds the first over all ranks.
+An infinity from user code (``masked_fill(…, -inf)``) is not a fault, nor is one that does not reach a loss. Each rank
+reports only values of its own ops, and ``first_of`` finds the first over all ranks.
 """
 
 import math
@@ -29,18 +29,18 @@ PARAMETER, BATCH, FORWARD, BACKWARD, SUM, ONCE = "parameter", "batch", "forward"
 _PHASES = (PARAMETER, BATCH, FORWARD, BACKWARD, SUM, ONCE)
 
 
-MOST_RANKS = 4  # that a message names
+MOST_RANKS = 4  # maximum number of ranks in a message
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first value that is NaN or infinite: the same on every rank.
+    """A value that is NaN or infinite.
 
-    ``phase``: "parameter" (it was so before the step), "batch" (an input), "forward", "backward" (a gradient), or "sum"
-    (every gradient was finite, and their sum over microbatches and ranks is not), or "once" (a rank's gradient that is
-    finite when recomputed). ``name``: the dotted name of the module or parameter, or of the input. ``op`` and
-    ``where``: the op that computed it, and the user's line. ``value``: NaN or infinity. ``microbatch`` counts over the
-    global batch; -1 if it belongs to none. ``rank``: the least of ``ranks``, those on which it appeared first.
+    ``phase``: "parameter" (before the step), "batch" (an input), "forward", "backward" (a gradient), "sum" (the sum
+    of finite gradients over microbatches and ranks), or "once" (a gradient that is finite in a rerun).
+    ``name``: of the module, parameter or input. ``op`` and ``where``: the op that computed it, and the user's line.
+    ``value``: NaN or infinity. ``microbatch``: index in the global batch; -1: none. ``rank``: the lowest of ``ranks``,
+    on which it appeared first. ``place``: its order within one phase, microbatch and stage.
     """
 
     phase: str
@@ -51,7 +51,7 @@ class NonFinite:
     rank: int = 0
     stage: int = -1
     microbatch: int = -1
-    place: tuple[int, ...] = field(default=(), repr=False)  # among those of one phase, microbatch and stage
+    place: tuple[int, ...] = field(default=(), repr=False)
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -72,15 +72,16 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Result of one rank: ``found`` on it; per microbatch with a bad loss, whether another rank caused it."""
+    """Result of one rank. ``sent``: values of its ops that it only sent, faults if the loss of their microbatch is not
+    finite; ``bad_losses``: the microbatches with such a loss."""
 
     found: tuple[NonFinite, ...] = ()
-    sent: tuple[NonFinite, ...] = ()  # of its own, and only sent on: a fault if a loss comes of it
+    sent: tuple[NonFinite, ...] = ()
     bad_losses: frozenset[int] = frozenset()
 
 
 def first_of(seen: Iterable[Seen]) -> NonFinite | None:
-    """The first of all that the ranks saw; None if every value was finite."""
+    """Return the first non-finite value over all ranks; None if every value was finite."""
     seen = list(seen)
     bad_losses = frozenset[int]().union(*(s.bad_losses for s in seen))
     found = [f for s in seen for f in s.found]
@@ -107,7 +108,7 @@ def _order(found: NonFinite) -> tuple[Any, ...]:
 
 
 def worst(values: Any) -> str:
-    """ "NaN" or "infinity" if a tensor among the values holds one, else ""."""
+    """Return "NaN" or "infinity" if a tensor among the values holds one, else ""."""
     if isinstance(values, (list, tuple)):
         return max(map(worst, values), key=("", "infinity", "NaN").index, default="")
     if not isinstance(values, Tensor) or not (values.is_floating_point() or values.is_complex()) or values.is_meta:
@@ -118,14 +119,14 @@ def worst(values: Any) -> str:
 
 
 class Watch:
-    """Checks the values of one rank. Owns the results; ``seen`` returns them after the step."""
+    """Checks the values of one rank. Owns the results, which ``seen`` has after the step."""
 
     def __init__(self, rank: int, first_microbatch: int) -> None:
         self.rank, self.first_microbatch = rank, first_microbatch
         self._found: list[NonFinite] = []
         self._sent: list[NonFinite] = []
         self._bad_losses: set[int] = set()
-        self._backward: dict[tuple[int, int], NonFinite | None] = {}  # by (stage, microbatch); None: from elsewhere
+        self._backward: dict[tuple[int, int], NonFinite | None] = {}  # (stage, microbatch) → value; None: received
         self.action: Action | None = None
 
     @property
@@ -139,24 +140,24 @@ class Watch:
         return self.first_microbatch + self.action.microbatch
 
     def over(self, executor: Executor) -> AbstractContextManager[None]:
-        """Every forward of the stages runs op by op inside."""
+        """Return a context in which every forward of the stages runs op by op."""
         checked = [(stage, "module", _Checked(stage, self)) for stage in executor.stages]
         return installed(*checked, (executor, "before_forward", partial(setattr, self, "action")))
 
     def note(self, phase: str, name: str, value: str, *place: int, stage: int = -1, microbatch: int = -1) -> None:
-        """A value that no op of this rank made."""
-        self._found.append(NonFinite(phase, name, value, "", None, self.rank, stage, microbatch, place))
-
-    def made(self, stage: StageModule, microbatch: int, node: fx.Node, place: tuple[int, ...], value: str) -> NonFinite:
-        """The report of an op. An inserted op is reported at the op that made its input."""
-        known = next((n for n in _upwards(node) if module_of(n) or n.meta.get("stack_trace")), node)
-        where = where_of(known)
-        return NonFinite(
-            FORWARD, module_of(known), value, kind_of(node), where, self.rank, stage.index, microbatch, place
+        """Add a value that no op of this rank made."""
+        self._found.append(
+            NonFinite(phase, name, value, rank=self.rank, stage=stage, microbatch=microbatch, place=place)
         )
 
+    def made(self, stage: StageModule, microbatch: int, node: fx.Node, place: tuple[int, ...], value: str) -> NonFinite:
+        """Return the report of an op. An inserted op is reported at the op that made its input."""
+        known = next((n for n in _upwards(node) if module_of(n) or n.meta.get("stack_trace")), node)
+        at = {"rank": self.rank, "stage": stage.index, "microbatch": microbatch, "place": place}
+        return NonFinite(FORWARD, module_of(known), value, kind_of(node), where_of(known), **at)
+
     def forward_ended(self, stage: StageModule, sent: Sequence[NonFinite | None], loss: NonFinite | str | None) -> None:
-        """``sent``: the op that caused each bad sent value; ``loss``: that of a bad loss, "" for another rank."""
+        """Note the causes of bad sent values, and of a bad loss ("": caused by another rank; None: a finite loss)."""
         self._sent += [maker for maker in sent if maker is not None]
         if loss is None:
             return
@@ -165,7 +166,7 @@ class Watch:
             self._found.append(loss)
 
     def gradient(self, stage: StageModule, microbatch: int, maker: NonFinite | None) -> None:
-        """A bad gradient of a microbatch. The first one counts, unless (None) bad ones came from the next stage."""
+        """Note a bad gradient of a microbatch. The first one counts, unless the next stage sent bad ones (None)."""
         if maker is None:
             self._backward[stage.index, microbatch] = None
         else:
@@ -174,7 +175,7 @@ class Watch:
 
 
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, then its first input, that one's first input, and so on."""
+    """Yield a node, its first input, the first input of this, and so on."""
     yield node
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -182,7 +183,7 @@ def _upwards(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class _Checked:
-    """Replaces a stage's module: the same values, each checked."""
+    """Replaces a stage's module: computes the same values, and checks each."""
 
     def __init__(self, stage: StageModule, watch: Watch) -> None:
         self.stage, self.watch, self.module = stage, watch, stage.module
@@ -208,16 +209,16 @@ class _Checked:
         watch.forward_ended(stage, sent, "" if loss is _ELSEWHERE else loss)
         for value in outputs[: len(stage.sends)]:
             run.note_received_gradient(value)
-        run.hooked.clear()  # functions that hold hooks that hold this would never go
+        run.hooked.clear()  # break the cycle of functions, their hooks, and this run
         return outputs
 
 
-_ELSEWHERE = "elsewhere"  # made by another rank, or in the batch
-_MEANT = "meant"  # an infinity that the code asks for
+_ELSEWHERE = "elsewhere"  # received from another rank, or in the batch
+_MEANT = "meant"  # an infinity that the user's code writes
 
 
 class _Run(fx.Interpreter):
-    """One forward. ``makers``: the causing op of each value with NaN or Inf; filled during the forward."""
+    """One forward, op by op. ``makers``: name of a value with NaN or Inf → its cause, filled during the forward."""
 
     def __init__(
         self,
@@ -261,7 +262,7 @@ class _Run(fx.Interpreter):
         return self.watch.made(self.stage, self.microbatch, node, (*self.place, self.index[node]), bad)
 
     def _part(self, node: fx.Node) -> Any:
-        """Part of a stage that is a graph of its own: looked at inside, eagerly."""
+        """Run a part of a stage that is its own graph, op by op."""
         handle, *given_values = self.fetch_args_kwargs_from_env(node)[0]
         inputs, held = (*given_values, [])[:2]
         through = handle.through if node.target is run_region else ()
@@ -274,7 +275,7 @@ class _Run(fx.Interpreter):
         outputs = _Run(handle.module, self.stage, self.watch, makers, place, self.hooked).run(*inputs, *held)
         by_output = [makers.get(n.name) for n in _returned(handle.module.graph)]
         known = [m for m in (*by_output, *(self.makers.get(given[i].name) for i in through)) if m is not None]
-        if known:  # for all outputs: the getitem that reads a bad one shows which
+        if known:  # one cause for all outputs: the getitem of a bad output shows which one it is
             self.makers[node.name] = min(known, key=lambda maker: getattr(maker, "place", (math.inf,)))
         return (*outputs, *(inputs[i] for i in through))
 
@@ -306,7 +307,7 @@ class _Run(fx.Interpreter):
         self.watch.gradient(self.stage, self.microbatch, self.watch.made(self.stage, self.microbatch, node, place, bad))
 
     def note_received_gradient(self, value: Tensor) -> None:
-        """A gradient that the next stage sends is looked at before those of this one."""
+        """Check a gradient that the next stage sends, before the gradients of this stage."""
         if value.requires_grad:
             stage, microbatch, watch = self.stage, self.microbatch, self.watch
 

@@ -2,21 +2,20 @@
 
 Boundary i lies between stage i and stage i + 1. A message is all tensors of one boundary for one microbatch in one
 direction: "F" carries values down, "B" gradients up (``planner.pipeline.links``). Receives are posted ahead of their
-use, so that gloo and NCCL fill the buffer while the rank computes. Stages on the same rank hand their tensors over
-directly.
+use, so that gloo and NCCL fill the buffer while the rank computes. Stages on one rank pass their tensors directly.
 
-No send is waited for inside a step: with a large interleaved group both neighbours send many messages before either
-receives the first of them, and would wait for each other. A sent buffer is freed when it is known to be taken over:
+A step does not wait for its sends: with a large interleaved group, both neighbours send many messages before either
+receives the first of them, and would wait for each other. A sent buffer is freed once its peer has received it:
 
-    the backend says so (NCCL), or
-    a message comes from the rank that took it, sent by an action at or after the one that used it     (gloo never says)
+    the backend reports it (NCCL), or
+    a message of the peer arrives from an action at or after the one that used the buffer     (gloo never reports it)
 
-Messages lie in fresh memory, or in static buffers in rotation: if a step is captured as one CUDA graph, memory used by
-NCCL is not reused inside it: the allocator does not know when another stream has finished. Static buffers are allocated
-before, and the plan assigns messages to them.
+Messages lie in fresh memory, or in static buffers in rotation. If a step is captured as one CUDA graph, the allocator
+cannot reuse memory of NCCL inside it, because it does not know when another stream has finished. Static buffers are
+allocated before, and the plan assigns messages to them.
 
 The waits of a run, from the first action to the end of the last sends, give the pipeline's bubble
-(runtime.report.step_report.bubble_of). Times on a GPU come from events. The host does not wait for them: it reports
+(runtime.report.step_report.bubble_of). Times on a GPU come from events, for which the host does not wait: it reports
 the newest run that the device has finished.
 """
 
@@ -39,7 +38,7 @@ from planner.sharding.shards import crossing, one_way
 from runtime.distributed.groups import Groups
 from runtime.distributed.marks import Mark, Marks
 
-_USUAL = 5  # runs: one that the machine disturbed is not usual
+_USUAL = 5  # the usual time is the median of this number of runs
 
 
 class _Transfer(NamedTuple):
@@ -49,7 +48,7 @@ class _Transfer(NamedTuple):
     works: list[Any]
 
     def is_done(self) -> bool:
-        """Not during the capture of a graph, because its work has not started."""
+        """Return whether all works have completed; False during the capture of a graph, before any work runs."""
         if self.buffers and self.buffers[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         return all(work.is_completed() for work in self.works)
@@ -60,8 +59,7 @@ class _Transfer(NamedTuple):
 
 
 class FreshBuffers:
-    """Gives the tensors of one message; those of a sent one have its values, contiguous. New memory for each received
-    message; a sent tensor is not copied."""
+    """Provides the tensors of messages: new memory for each received one, the contiguous tensors of a sent one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,15 +68,15 @@ class FreshBuffers:
         return made(crossing(boundaries, message.kind), self._device)
 
     def sent(self, message: Message, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # gloo and NCCL read the memory as it lies: a transposed view would arrive scrambled.
+        # gloo and NCCL ignore strides: a transposed view would arrive scrambled
         return [tensor.detach().contiguous() for tensor in tensors]
 
 
 class StaticBuffers(FreshBuffers):
-    """Owns: the buffers of each ring. A sent tensor is copied into one."""
+    """Owns the buffers of each ring. A sent tensor is copied into one of them."""
 
     def __init__(self, boundaries: Sequence[Sequence[BoundaryPlan]], orders: Sequence[Order], groups: Groups) -> None:
-        """``boundaries``: of each boundary of the pipeline, those that this rank has no end of may be empty."""
+        """``boundaries``: the values of each boundary of the pipeline; may be empty for one without a stage here."""
         mesh, num_stages = groups.mesh, len(boundaries) + 1
         self._slots = message_slots(orders, groups.place["pp"], num_stages, mesh.fold, one_way(boundaries))
         self._rings: dict[Ring, list[list[Tensor]]] = {
@@ -91,7 +89,7 @@ class StaticBuffers(FreshBuffers):
         return [tensor for ring in self._rings.values() for buffers in ring for tensor in buffers]
 
     def received(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> list[Tensor]:
-        """As leaves of their own: a buffer has another gradient for each microbatch."""
+        """Return new leaves, because a buffer has another gradient for each microbatch."""
         return [buffer.detach() for buffer in self._of(True, message)]
 
     def sent(self, message: Message, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -111,12 +109,12 @@ def made(boundaries: Sequence[BoundaryPlan], device: torch.device) -> list[Tenso
 class Transport:
     """Exchanges messages with the neighbouring stages.
 
-    Owns: the receive buffers posted ahead, the send buffers still in use, messages between stages of this rank, and
-    how long it has waited for others (``waits``). ``memory``: the buffers of messages.
+    Owns the receive buffers posted ahead, the send buffers still in use, messages between stages of this rank, and the
+    ``waits`` for other ranks. ``memory``: provides the buffers of messages.
     """
 
     def __init__(self, groups: Groups, num_stages: int, orders: Sequence[Order] = ()) -> None:
-        """``orders``: the actions of every pp rank; without them, messages carry no progress of their sender."""
+        """``orders``: the actions of every pp rank; without them, a message frees no earlier sends."""
         self.groups = groups
         self.num_stages = num_stages
         self.orders = tuple(orders)
@@ -128,19 +126,19 @@ class Transport:
         self._sending: dict[Message, _Transfer] = {}
 
     def lying_in(self, memory: FreshBuffers) -> AbstractContextManager[None]:
-        """Messages of the steps inside lie there."""
+        """Return a context in which messages lie in ``memory``."""
         return installed((self, "memory", memory))
 
     @property
     def buffers(self) -> Iterator[Tensor]:
-        """Of all messages under way, in either direction, and of those that wait on this rank."""
+        """Tensors of all messages in transit, in both directions, and of those between stages of this rank."""
         for handed in self._handed.values():
             yield from handed
         for transfer in (*self._posted.values(), *self._sending.values()):
             yield from transfer.buffers
 
     def post(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> None:
-        """Start receiving ``message``; nothing happens if it is posted already or stays here."""
+        """Start receiving ``message``, unless it is posted already or comes from this rank."""
         if message in self._posted or self._is_local(message):
             return
         buffers = self.memory.received(message, boundaries)
@@ -152,20 +150,20 @@ class Transport:
         self._posted[message] = _Transfer(buffers, works)
 
     def receive(self, message: Message, boundaries: Sequence[BoundaryPlan]) -> list[Tensor]:
-        """The tensors of ``message``, once they are in: for "F" all values, for "B" the gradients of those with one."""
+        """Wait for ``message`` and return its tensors: for "F" all values, for "B" the gradients."""
         if self._is_local(message):
             return self._handed.pop(message)
         self.post(message, boundaries)
         transfer = self._posted.pop(message)
         begun = self.waits.now()
         transfer.wait()
-        for sent in self._progress.taken_over(self._sending, message):  # what its sender had used: no wait blocks
+        for sent in self._progress.taken_over(self._sending, message):  # its sender has received them: no wait blocks
             self._sending.pop(sent).wait()
         self.waits.note(message, begun)
         return transfer.buffers
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start sending; the buffers are held here until they are taken over."""
+        """Start sending; the buffers are held here until the peer has received them."""
         if self._is_local(message):
             self._handed[message] = [tensor.detach() for tensor in tensors]
             return
@@ -179,12 +177,12 @@ class Transport:
         self._sending[message] = _Transfer(buffers, works)
 
     def settle(self) -> None:
-        """Wait until every send so far is taken over. Only where no rank can wait for this one meanwhile."""
+        """Wait until every send so far is received. Only allowed if no rank can wait for this one meanwhile."""
         while self._sending:
             self._sending.pop(next(iter(self._sending))).wait()
 
     def drain(self) -> None:
-        """Wait until every send of this step is taken over."""
+        """Wait until every send of this step is received."""
         begun = self.waits.now()
         self.settle()
         self.waits.note(None, begun)
@@ -192,7 +190,7 @@ class Transport:
         assert not self._handed, f"handed over but never used: {list(self._handed)}"
 
     def forget(self) -> None:
-        """Drop everything after a failure, so that a later error is not about leftovers."""
+        """Drop all messages after a failure, so that they cause no later error."""
         self._posted, self._handed, self._sending = {}, {}, {}
 
     def _is_local(self, message: Message) -> bool:
@@ -204,13 +202,13 @@ class Transport:
         return self.groups.over(link) or self.groups.over("pp")
 
     def _tag(self, message: Message, index: int, count: int) -> int:
-        """A number for each tensor of a step; a step's messages are all in before the next uses the numbers again."""
+        """Return the number of a tensor in a step; all messages of a step arrive before the next reuses the numbers."""
         position = (message.microbatch * self.num_stages + message.boundary) * 2 + (message.kind == "B")
         return position * count + index
 
 
 class Wait(NamedTuple):
-    """``message``: None for the end of the last sends."""
+    """A wait for ``message``; None: for the last sends."""
 
     message: Message | None
     start: Mark
@@ -224,9 +222,9 @@ class _Run(NamedTuple):
 
 
 class Waits:
-    """Owns the waits of the run under way, and the runs that the device has not finished.
+    """Owns the waits of the current run, and the runs that the device has not finished.
 
-    ``num_ranks``: of the pipeline; of one there is no bubble. ``is_alone``: no times are taken.
+    ``num_ranks``: of the pipeline; 1: there is no bubble. ``is_alone``: of a single process no times are measured.
     ``latest``: the waits of the newest run.
     """
 
@@ -245,7 +243,7 @@ class Waits:
         self._start = None if self.is_alone or not self.marks.can_be_set() else self.marks.now()
 
     def now(self) -> Mark | None:
-        """The begin of a wait; None outside of a run that is measured."""
+        """Return the start of a wait; None outside of a measured run."""
         return None if self._start is None else self.marks.now()
 
     def note(self, message: Message | None, start: Mark | None) -> None:
@@ -260,9 +258,9 @@ class Waits:
             self._start, self._is_new = None, True
 
     def newest(self) -> tuple[float, float]:
-        """Seconds that this rank worked, and those of its run: of the newest run that the device has finished.
+        """Return the seconds of work, and in all, of the newest run that the device has finished.
 
-        Once a step; 0 if nothing was measured since, or the pipeline has one rank.
+        Called once a step; 0 if no new run was measured, or the pipeline has one rank.
         """
         if not self._is_new or self.num_ranks == 1:
             return 0.0, 0.0
@@ -271,12 +269,12 @@ class Waits:
         return self._newest
 
     def usual(self) -> float:
-        """Seconds that this rank works in a run, median over the last ones; 0 before there are enough."""
+        """Return the median seconds of work in the last runs; 0 before there are enough."""
         self._read()
         return median_low(self._works) if len(self._works) == _USUAL else 0.0
 
     def _read(self) -> None:
-        """The runs that the device has finished."""
+        """Take the times of the runs that the device has finished."""
         while self._runs and self.marks.is_past(self._runs[0].end):
             start, end, waits = self._runs.popleft()
             run = self.marks.seconds(start, end)

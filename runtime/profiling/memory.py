@@ -1,28 +1,28 @@
 """The command `memory`: start the plan's ranks, run a step, and compare measured with planned memory.
 
-parameters, gradients, optimizer    the buffers that are held          within 1 %
-whole                               full weights and gradients at once, if
+parameters, gradients, optimizer    the allocated buffers              within 1 %
+whole                               full weights and gradients at one time, if
                                     ranks keep shards of them          within 3 %
 activations                         with logits: tensors that autograd saves for all microbatches in flight,
                                     at the planned peak                within 3 %
 at the peak                         with working memory and messages: all live memory at the step's peak; reported
-                                    without a bound: the backend decides when it frees a message
+                                    without a bound, as the backend decides when to free a message
 
-Of a rank that only evaluates, compared with ``Plan.evaluation_memory``:
+For a rank that only evaluates, compared with ``Plan.evaluation_memory``:
 
 parameters      all tensors that the engine holds between calls     within 1 %
-whole           full weights at once, if ranks keep shards          within 3 %
+whole           full weights at one time, if ranks keep shards      within 3 %
 activations     with messages: all live memory at the peak of the
                 forwards that evaluate and score a batch            within 3 %
-keys and values that ``generate`` keeps, if it can keep them        within 1 %
+keys and values that ``generate`` caches, if it can cache them      within 1 %
 
-Memory of a rank while it runs the actions of a step, as live tensors have it:
+Memory of a rank during the actions of a step, by its live tensors:
 
-    live    all memory that was made in a forward, a backward, or for a message, and that still lives
-    kept    the part that lives between two actions, except messages in flight
+    live    all memory that a forward, a backward or a message has allocated and not freed
+    kept    the part that remains between two actions, except messages in flight
 
-Memory is known by its storage, so views count once. Weights, buffers, batches and gradients were there before and
-are not counted. Workspaces inside kernels are not seen, nor what a compiled piece makes and does not save.
+Tensors are counted by storage, so that views count once. Weights, buffers, batches and gradients exist before and are
+not counted. Workspaces inside kernels, and temporaries of compiled pieces, are not visible.
 """
 
 import gc
@@ -71,7 +71,7 @@ class OfRank(NamedTuple):
 def compare_memory(
     model_ref: str, spec_path: str, *, evaluates: bool = False, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> MemoryReport:
-    """Start the plan's ranks here, each with its part of the model, and compare one step of each with the plan.
+    """Start the plan's ranks as local processes, and compare the memory of one step with the plan.
 
     ``evaluates``: an evaluation instead, by engines that hold nothing for training.
     Raises PlanError for bad input, RankError when a rank fails.
@@ -95,8 +95,8 @@ def compare_memory(
 def memory_of_rank(
     model_ref: str, spec_path: str, evaluates: bool = False, file: str | None = None, made: Planned | None = None
 ) -> OfRank:
-    """This rank's part, on the CPU or the device that the launcher gave it. ``file``: of the launcher's plan;
-    ``made``: the plan, if this process has it."""
+    """Measure on this rank, on its device. ``file``: of the launcher's plan; ``made``: the plan, if this process has
+    made it."""
     spec = Spec.load(spec_path)
     made = made or planned(load_to_plan(model_ref, spec.seed), spec, file)
     made.model, decided, weights = None, made.plan, pretrained_directory(model_ref)
@@ -106,9 +106,9 @@ def memory_of_rank(
 
 
 def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path | None = None) -> OfRank:
-    """The memory of this rank in the second step; libraries allocate lasting state in the first.
+    """Return the memory of this rank in the second step, as libraries allocate permanent state in the first.
 
-    ``weights``: a directory that the engine reads first.
+    ``weights``: a directory that the engine loads first.
     """
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided) as engine:
@@ -121,14 +121,14 @@ def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path 
         engine.train_step(batches[1])
         row = decided.memory[engine.mesh.pp_rank]
         order = decided.schedule.orders[row.pp_rank]
-        moments = watch.moments[-len(order) :]  # an audit evaluates before the step: forwards that keep nothing
+        moments = watch.moments[-len(order) :]  # without the forwards of an audit before the step
         buffers = engine.optimizer.measured_bytes()
-        found = {
+        sizes = {
             "parameters": buffers["parameters"] + registered_bytes(engine),
             "gradients": buffers["gradients"],
             "optimizer": buffers["optimizer"] + buffers["main_parameters"] + buffers["main_gradients"],
         }
-        rows = [Compared(rank, name, getattr(row, name), size, ALLOWED[name]) for name, size in found.items()]
+        rows = [Compared(rank, name, getattr(row, name), size, ALLOWED[name]) for name, size in sizes.items()]
         there = next(moment for moment in moments if moment.action == row.peak)
         saved, live = row.activations + row.logits, max(moment.live for moment in moments)
         rows.append(Compared(rank, "activations", saved, there.kept, ALLOWED["activations"]))
@@ -141,7 +141,7 @@ def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path 
 
 
 def held_tensors(engine: Engine) -> list[Tensor]:
-    """The tensors that outlast a step: weights, gradient buffers, the model's own buffers and constants."""
+    """Return the tensors that exist beyond a step: weights, gradient buffers, the model's buffers and constants."""
     modules = [stage.module for stage in engine.program.stages]
     found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for buffer in engine.optimizer.buffers.buffers:
@@ -151,7 +151,7 @@ def held_tensors(engine: Engine) -> list[Tensor]:
 
 
 def registered_bytes(engine: Engine) -> int:
-    """Buffers, constants and the frozen parameters that no gradient buffer holds, each memory once in a stage."""
+    """Return the bytes of buffers, constants and frozen parameters outside of gradient buffers, once per stage."""
     laid_out = _sizes(tensor for buffer in engine.optimizer.buffers.buffers for tensor in buffer.kept_parameters)
     total = 0
     for stage in engine.program.stages:
@@ -161,18 +161,17 @@ def registered_bytes(engine: Engine) -> int:
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each memory, by its address."""
+    """Return address → bytes of each storage."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _whole(rank: int, row: MemoryRow, most: int) -> list[Compared]:
-    """Full weights and gradients, if ranks keep shards of them."""
+    """Return the row of full weights and gradients, if ranks keep shards of them."""
     return [Compared(rank, "whole", row.whole, most, ALLOWED["whole"])] if row.whole or most else []
 
 
 def measured_evaluation(decided: Plan, batch: dict[str, Tensor], weights: Path | None = None) -> list[Compared]:
-    """The rows of this rank, on the CPU or the device that the launcher gave it. ``weights``: a directory that the
-    engine reads first."""
+    """Return the rows of an evaluation on this rank. ``weights``: a directory that the engine loads first."""
     rank = int(os.environ.get("RANK", "0"))
     with Engine(decided, mode="evaluate") as engine:
         if weights is not None:
@@ -180,23 +179,23 @@ def measured_evaluation(decided: Plan, batch: dict[str, Tensor], weights: Path |
         engine.evaluate(batch)
         row = decided.evaluation_memory()[engine.mesh.pp_rank]
         most = _live(engine, engine.executor, batch)
-        with suppress(PlanError):  # of a loss that gives no label a probability
+        with suppress(PlanError):  # the loss looks up no probability of a label
             most = max(most, _live(engine, engine.scoring_executor(batch), batch, scores=True))
         rows = [
             Compared(rank, "parameters", row.parameters, held_bytes(engine), ALLOWED["parameters"]),
             Compared(rank, "activations", row.activations + row.communication, most, ALLOWED["activations"]),
             *_whole(rank, row, engine.optimizer.buffers.weights.most_bytes),
         ]
-        with suppress(PlanError):  # no token can be generated, or nothing be kept: the same on every rank
+        with suppress(PlanError):  # generation or its cache is not possible: the same on every rank
             kept = kept_bytes(decided)[engine.mesh.pp_rank]
             rows.append(Compared(rank, KEPT, kept, engine.kept_bytes(), ALLOWED[KEPT]))
         return rows
 
 
 def held_bytes(engine: Engine) -> int:
-    """Bytes of all tensors that an engine keeps between calls: weights, buffers, gradients, optimizer state."""
+    """Return the bytes of all tensors of an engine between calls: weights, buffers, gradients, optimizer state."""
     state, buffers = engine.optimizer.measured_bytes(), engine.optimizer.buffers.buffers
-    # full weights of which ranks keep shards have no memory between calls
+    # full weights are freed between calls if ranks keep shards of them
     gathered = {id(p) for b in buffers for s in b.slots.values() for p in s.parameters}
     modules = [stage.module for stage in engine.program.stages]
     found = [t for m in modules for t in (*m.parameters(), *m.buffers()) if id(t) not in gathered]
@@ -218,7 +217,7 @@ def _live(engine: Engine, executor: Executor, batch: dict[str, Tensor], *, score
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes while an action ran: ``kept`` for all microbatches in flight, its own among them; ``live`` at its peak."""
+    """Bytes while an action ran: ``kept`` for all microbatches in flight, and ``live`` at its peak."""
 
     action: str
     kept: int
@@ -229,10 +228,10 @@ class MemoryWatch:
     """Owns the ``moments`` of a step, one for each action."""
 
     def __init__(self, executor: Executor, outside: Iterable[Tensor]) -> None:
-        """``outside``: tensors that are not counted; microbatches are not either."""
+        """``outside``: tensors that are not counted, beside the microbatches."""
         self.executor = executor
         self.moments: list[Moment] = []
-        self._outside = {t.untyped_storage()._cdata: t for t in outside}  # alive, so that no other takes their place
+        self._outside = {t.untyped_storage()._cdata: t for t in outside}  # kept alive, so that no address is reused
         self._allocations = Allocations(self._outside.values(), settling=SETTLING_SECONDS[0])
         self._saved: dict[int, tuple[StorageWeakRef, int]] = {}
         gc.collect()
@@ -255,9 +254,9 @@ class MemoryWatch:
         return tensor
 
     def _kept(self) -> int:
-        """The smallest of a few readings: gloo's thread holds the tensor of a collective a moment longer than its work
-        is waited for."""
-        gc.collect()  # of Python's cycles nothing is kept
+        """Return the smallest of a few readings, as gloo's thread holds the tensor of a collective a little longer than
+        its work takes."""
+        gc.collect()  # free tensors in reference cycles
         readings = [self._held_bytes()]
         for seconds in SETTLING_SECONDS:
             time.sleep(seconds)
@@ -265,15 +264,15 @@ class MemoryWatch:
         return min(readings)
 
     def _held_bytes(self) -> int:
-        """A message that is saved too, as a value that the next stage gets, is kept."""
+        """Return the bytes between two actions, without messages in flight that no backward has saved."""
         known = self._allocations.known
         saved = {m: size for m, (storage, size) in self._saved.items() if not storage.expired() and m not in known}
-        living = saved | self._allocations.living  # of compiled pieces only saved tensors are seen
+        living = saved | self._allocations.living  # of compiled pieces only saved tensors are visible
         saved = set(saved)
         for of_microbatch in self.executor.in_flight:
             saved |= {t.untyped_storage()._cdata for t in of_microbatch.received}
         holders = Counter(t.untyped_storage()._cdata for t in self.executor.transport.buffers)
-        # of a reference besides the buffers and Python's own object it is an input of a recomputation
+        # with a reference beside the buffers and Python's own object, it is an input of a recomputation
         in_use = torch._C._storage_Use_Count
         under_way = {memory for memory, count in holders.items() if in_use(memory) <= count + 1} - saved
         return sum(size for memory, size in living.items() if memory not in under_way)

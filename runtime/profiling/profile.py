@@ -1,11 +1,11 @@
-"""The profile of a run: some steps are recorded on every rank, gathered in one exchange, written by rank 0.
+"""The profile of a run: every rank records some steps, one exchange gathers them, and rank 0 writes the trace.
 
-The device is read only after the profiled steps. Ranks of several hosts get one clock: processes of a host share one,
-hosts ask rank 0 for the time.
+Device times are read only after the profiled steps. Processes of a host share a clock; other hosts ask rank 0 for the
+time:
 
     rank r: t₀ → rank 0: t → rank r: t₁        offset = t − (t₀ + t₁)/2, wrong by at most (t₁ − t₀)/2
 
-Of several rounds the quickest counts (Cristian 1989, "Probabilistic clock synchronization").
+The fastest of several rounds counts (Cristian 1989, "Probabilistic clock synchronization").
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """``5``: five steps, after the first one of the run, which is slow. ``10:13``: steps 10 to 13, counted from 1."""
+    """The steps to profile. ``5``: five steps after the slow first one; ``10:13``: steps 10 to 13, counted from 1."""
 
     first: int | None
     last: int
@@ -48,20 +48,20 @@ class Window:
 
     @classmethod
     def parse(cls, text: str, num_steps: int) -> Window:
-        """Raises PlanError for any other text, and for steps that a training of ``num_steps`` does not make."""
-        found = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip(), re.ASCII)
-        if found is None or len(text) > 20:
-            raise _error(f"{text!r} names no steps")
-        first, last = int(found[1]) if found[1] else None, int(found[2])
+        """Parse ``--profile``. Raises PlanError for other text, and for steps beyond ``num_steps``."""
+        match = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip(), re.ASCII)
+        if match is None or len(text) > 20:
+            raise _error(f"{text!r} is not a number or range of steps")
+        first, last = int(match[1]) if match[1] else None, int(match[2])
         if last < 1 or (first is not None and not 1 <= first <= last):
             raise _error(f"{text} is not a range of steps; steps count from 1")
-        made = last if first is not None else last + 1
-        if made > num_steps:
-            raise _error(f"--profile {text} ends at step {made}, but the run has {num_steps} steps")
+        end = last if first is not None else last + 1
+        if end > num_steps:
+            raise _error(f"--profile {text} ends at step {end}, but the run has {num_steps} steps")
         return cls(first, last, text)
 
     def steps(self, made: int) -> range:
-        """Their numbers, in a run before which ``made`` steps were made."""
+        """Return the numbers of the steps in a run that resumes after ``made`` steps."""
         if self.first is None:
             return range(made + 2, made + 2 + self.last)
         return range(max(self.first, made + 1), self.last + 1)
@@ -73,20 +73,20 @@ def _error(what: str) -> PlanError:
 
 
 class Profile:
-    """The steps to record, and the file. Owns the recorder while they run, and the planned times.
+    """Records the steps of ``window`` into the file ``path``. Owns the recorder and the planned times.
 
     ``before_step`` and ``after_step`` are called on every rank around each step, with its number from 1; ``finish``
-    once after the last step that is made.
+    once after the last step.
     """
 
     def __init__(self, window: Window, path: str, plan: Plan, cluster: str | None, *, leads: bool) -> None:
-        """Before an engine is made of ``plan``. ``leads``: this is rank 0."""
+        """Called before the engine of ``plan`` is made. ``leads``: this is rank 0."""
         self.window, self.path = window, path
         self._planned = planned_run(plan, cluster) if leads else None
         self._recorder: Recorder | None = None
 
     def attach(self, engine: Engine) -> None:
-        """``engine`` has made or loaded the steps before the first one of this run."""
+        """Set the engine, after it has loaded the state from which the run resumes."""
         self._engine = engine
         self._steps = self.window.steps(engine.step_index)
         if not self._steps and engine.groups.rank == 0:
@@ -114,27 +114,27 @@ class Profile:
         groups = self._engine.groups
         ahead = self._offset.seconds
         spans = [span._replace(start=span.start + ahead, end=span.end + ahead) for span in recorder.end()]
-        found = gather_json(groups, (spans, self._offset), of_kind(tuple[list[Span], Offset]))
+        records = gather_json(groups, (spans, self._offset), of_kind(tuple[list[Span], Offset]))
         with agreed(groups):
-            if found and self._planned is not None:
-                trace = json.dumps(profile_of(found, self._planned, groups.mesh), separators=(",", ":"))
+            if records and self._planned is not None:
+                trace = json.dumps(profile_of(records, self._planned, groups.mesh), separators=(",", ":"))
                 with writing("the trace", Where(file=self.path)):
                     write_for_user(Path(self.path), trace)
                 num_steps = len({span.step for span in spans if span.step})
                 print(f"trace of {num_steps} steps: {self.path}", file=sys.stderr, flush=True)
 
 
-def profile_of(found: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh: Mesh) -> dict[str, Any]:
-    """The trace of the ranks' records."""
+def profile_of(records: list[tuple[list[Span], Offset]], planned: PlannedRun, mesh: Mesh) -> dict[str, Any]:
+    """Return the trace of the records of all ranks."""
     notes = {
         "planned": "seconds from the cluster file" if planned.has_seconds else "units, scaled to each measured step",
-        "clocks differ by at most (seconds)": max(offset.error for _, offset in found),
+        "clocks differ by at most (seconds)": max(offset.error for _, offset in records),
     }
-    return trace_of([spans for spans, _ in found], planned, mesh, notes)
+    return trace_of([spans for spans, _ in records], planned, mesh, notes)
 
 
 class Recorder:
-    """Listens to the activity of one rank. Owns its marks, and the waits of the runs that it has heard of."""
+    """Records the activities of one rank. Owns their marks, and the waits of the recorded runs."""
 
     def __init__(self, activity: Activity, waits: Waits, device: torch.device) -> None:
         self.activity, self.waits, self.device = activity, waits, device
@@ -143,14 +143,14 @@ class Recorder:
         self._waits: list[Wait] = []
 
     def begin(self) -> None:
-        """Waits for the device: its clock is set by the host's."""
+        """Start recording. Waits for the device, to relate its clock to the host's."""
         self._await_device()
         self._base, self._base_seconds = self.marks.now(), time.perf_counter()
         self._hear(self.activity.now)
         self.activity.listener = self._hear
 
     def end(self) -> list[Span]:
-        """The activities of the rank, by its host's clock (``time.perf_counter``)."""
+        """Stop, and return the activities of the rank, by its host's clock (``time.perf_counter``)."""
         self.activity.listener = None
         self._await_device()
         changes = [(now, self._seconds(mark)) for now, mark in self._changes]
@@ -173,14 +173,14 @@ class Recorder:
 
 
 class Offset(NamedTuple):
-    """``seconds`` to add to this rank's clock to have rank 0's; wrong by at most ``error``."""
+    """``seconds`` to add to this rank's clock to get rank 0's, within ``error``."""
 
     seconds: float
     error: float
 
 
 def offset_to_rank_0(groups: Groups) -> Offset:
-    """The same call on every rank."""
+    """Return the offset of this rank's clock to rank 0's. All ranks must call it."""
     if groups.host is None:
         return Offset(0.0, 0.0)
     hosts = all_gather_json(groups, host_key())

@@ -1,9 +1,8 @@
-"""Spans of all ranks as one trace in the JSON of Chrome's about:tracing, which Perfetto reads: ui.perfetto.dev.
+"""Spans of all ranks as one trace in the JSON of Chrome's about:tracing, for Perfetto (ui.perfetto.dev).
 
-A rank is a process with two tracks. *measured*: steps, in them the phases and actions, in those the waits for messages;
-an arrow goes from each sender's action to the end of the wait for it. *planned*: the same actions as the plan has them,
-from the moment at which the first rank begins its first one, with seconds of each stage from the cluster file, or else
-units, scaled to the measured step.
+A rank is a process with two tracks. *measured*: steps, with their phases and actions, and in these the waits for
+messages; an arrow goes from the sender's action to the end of the wait. *planned*: the same actions by the plan, from
+the start of the first action of any rank, with seconds from the cluster file, or units scaled to the measured step.
 
 Spans are nested, and consecutive on each level.
 
@@ -42,7 +41,7 @@ Event = dict[str, Any]
 class Span(NamedTuple):
     """``kind``: step, action, wait, phase (of a step) or call. ``step``: its number, from 1; 0 outside of steps.
 
-    ``stage`` and ``action``: of an action. ``message``: that a wait was for. Seconds of the rank's own clock.
+    ``stage`` and ``action``: of an action. ``message``: of a wait. Times are seconds of the rank's own clock.
     """
 
     name: str
@@ -56,23 +55,23 @@ class Span(NamedTuple):
 
 
 def spans_of(changes: Sequence[Change], waits: Iterable[Waited]) -> list[Span]:
-    """``changes``: the rank's activity from each moment on; each ends the one before, and the last one is no span.
+    """Return the spans of a rank in order of start, outer before inner ones.
 
-    In order of start, the outer before the inner.
+    ``changes``: activities and their starts; each lasts until the next, so that the last one has no span.
     """
-    found = [Span("wait", "wait", start, end, message=message) for message, start, end in waits]
+    spans = [Span("wait", "wait", start, end, message=message) for message, start, end in waits]
     call: list[tuple[Now, float, float]] = []
     for (now, start), (_, end) in pairwise(changes):
         if now.phase == BETWEEN:
-            found += [*_call(call), Span(BETWEEN, "call", start, end)]
+            spans += [*_call(call), Span(BETWEEN, "call", start, end)]
             call = []
         else:
             call.append((now, start, end))
-    return sorted([*found, *_call(call)], key=lambda span: (span.start, -span.end, _DEPTH[span.kind]))
+    return sorted([*spans, *_call(call)], key=lambda span: (span.start, -span.end, _DEPTH[span.kind]))
 
 
 def _call(phases: Sequence[tuple[Now, float, float]]) -> Iterator[Span]:
-    """A call between others, which bears the name of its first phase, and its phases in it."""
+    """Yield the span of a step or another call, named by its first phase, then those of its phases and actions."""
     if not phases:
         return
     (now, start, _), (_, _, end) = phases[0], phases[-1]
@@ -86,7 +85,7 @@ def _call(phases: Sequence[tuple[Now, float, float]]) -> Iterator[Span]:
 
 
 def trace_of(ranks: Sequence[Sequence[Span]], planned: PlannedRun, mesh: Mesh, notes: dict[str, Any]) -> dict[str, Any]:
-    """``ranks``: the spans of each rank, by rank 0's clock. ``notes``: for a reader of the file."""
+    """Return the trace. ``ranks``: the spans of each rank, by rank 0's clock. ``notes``: explanations in the file."""
     origin = min((span.start for spans in ranks for span in spans), default=0.0)
     events = list[Event]()
     for rank, spans in enumerate(ranks):
@@ -150,7 +149,7 @@ def _planned(ranks: Sequence[Sequence[Span]], planned: PlannedRun, mesh: Mesh, o
 
 
 def _arrows(ranks: Sequence[Sequence[Span]], mesh: Mesh, origin: float) -> Iterator[Event]:
-    """From the action that sends a message to the end of the wait for it."""
+    """Yield arrows from the action that sends a message to the end of the wait for it."""
     senders = {(rank, s.step, s.action): s for rank, spans in enumerate(ranks) for s in spans if s.action is not None}
     number = 0
     for rank, spans in enumerate(ranks):
@@ -171,21 +170,21 @@ def _arrows(ranks: Sequence[Sequence[Span]], mesh: Mesh, origin: float) -> Itera
 
 
 def _arrow(phase: str, number: int, rank: int, seconds: float) -> Event:
-    at = (_nanoseconds(seconds) - 1) / 1000  # inside of the span that ends there
+    at = (_nanoseconds(seconds) - 1) / 1000  # inside the span that ends at this time
     return {"ph": phase, "id": number, "name": "message", "cat": "message", "pid": rank, "tid": MEASURED, "ts": at}
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """Of each pp rank its actions with start and end, from the first start on. ``has_seconds``: they are seconds by the
-    plan's cost; else units: a forward takes 1 and a backward 2."""
+    """(action, start, end) of the actions of each pp rank. ``has_seconds``: times are seconds by the plan's cost; else
+    units, in which a forward takes 1 and a backward 2."""
 
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
     duration: float
     has_seconds: bool
 
     def scaled(self, seconds: float) -> PlannedRun:
-        """A plan without seconds, scaled to take ``seconds`` in all."""
+        """Return a run without seconds scaled to ``seconds`` in all; one with seconds unchanged."""
         if self.has_seconds or not self.duration:
             return self
         by = seconds / self.duration
@@ -194,7 +193,7 @@ class PlannedRun:
 
 
 def planned_run(plan: Plan, cluster: str | None) -> PlannedRun:
-    """Of a plan that can run. ``cluster``: the file that its spec names. Messages between stages take no time."""
+    """Return the run of a plan, in which messages take no time. ``cluster``: the cluster file of its spec."""
     mesh, row = plan.mesh, plan.schedule
     schedule = row.on(mesh)
     seconds = None

@@ -1,4 +1,4 @@
 """Compares the engine with one process.
 
-Begin at `run`. `reference` is one process, `comparison` the bounds, `mutants` the plans that must fail.
+Begin at `run`. `reference` is the one process, `comparison` has the bounds, `mutants` makes plans that must fail.
 """

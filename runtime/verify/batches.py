@@ -1,6 +1,6 @@
-"""Random batches by a spec's inputs; and packed documents in rows of their own.
+"""Random batches by a spec's inputs; and batches with each packed document in its own row.
 
-These are the truth for a model that would mix the documents of a sequence, if its plan ends ops with them.
+The latter are the reference for a model that mixes the documents of a sequence, if its plan ends ops at their ends.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from planner.frozen_plan import Plan
 from planner.spec.inputs import InputSpec, role_of
 from planner.spec.spec import Spec
 
-IGNORED_FRACTION = 0.25  # of the labels, if the loss skips some: microbatches then hold different token counts
-_BEGINS = 0.2  # the chance that a document begins at a token
+IGNORED_FRACTION = 0.25  # of the labels, if the loss can ignore some: microbatches then have different token counts
+_BEGINS = 0.2  # probability that a document begins at a token
 
 
 def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = False) -> dict[str, Tensor]:
-    """A global batch by the spec's inputs; if the loss ignores some labels, a quarter of them are ignored, unless the
-    model reads them elsewhere too, as one_hot does.
+    """Return a random global batch by the spec's inputs.
 
-    Of several lengths each has its turn, the greatest first. With ``packing: documents`` inputs that name documents are
-    of random ones. ``is_uneven``: rows are of different ranges of ids, sizes of numbers and shares of ignored labels.
+    A quarter of the labels are ignored ones, if the loss can ignore labels and no other op, such as one_hot, reads
+    them. Seeds take the lengths of a spec in turn, the longest first. With ``packing: documents``, documents are
+    random. ``is_uneven``: rows differ in the range of ids, the size of numbers and the share of ignored labels.
     """
     generator = torch.Generator().manual_seed(spec.seed + seed)
     lengths = [decided, *decided.shorter]
@@ -45,7 +45,7 @@ def random_batch(spec: Spec, decided: Plan, seed: int, *, is_uneven: bool = Fals
             drawn = torch.rand(batch[name].shape, generator=generator)
             batch[name][(drawn.movedim(0, -1) < chance).movedim(-1, 0)] = ignored
     for name, skipped in (ignored_apart(decided) or {}).items():
-        if role_of(name, spec.data.inputs) == "labels":  # a model shifts them: the first of a document is of another
+        if role_of(name, spec.data.inputs) == "labels":  # shifted by the model: the first is for another document
             batch[name] = batch[name].masked_fill(_begins(batch, spec), skipped)
     return given_by(of.forms, batch)
 
@@ -64,7 +64,7 @@ def _random_input(name: str, spec: InputSpec, size: int, generator: torch.Genera
 
 
 def _uneven(rows: Tensor, high: int | None, generator: torch.Generator) -> Tensor:
-    """Numbers of each row times another size; ids of each row below another bound."""
+    """Return rows of which each is scaled by another factor, or has ids below another bound."""
     last = rows.movedim(0, -1)
     if rows.is_floating_point():
         return (last * torch.randn(len(rows), generator=generator).exp().to(rows.dtype)).movedim(-1, 0).contiguous()
@@ -75,7 +75,7 @@ def _uneven(rows: Tensor, high: int | None, generator: torch.Generator) -> Tenso
 
 
 def _pack(batch: dict[str, Tensor], spec: Spec, generator: torch.Generator) -> None:
-    """Inputs that say which documents are in a sequence, all of the same random ones."""
+    """Replace the inputs that mark documents by those of the same random documents."""
     roles = {name: role_of(name, spec.data.inputs) for name in batch}
     sequences = [x.shape for name, x in batch.items() if x.dim() == 2 and roles[name] != "cu_seqlens"]
     if not sequences:
@@ -84,31 +84,28 @@ def _pack(batch: dict[str, Tensor], spec: Spec, generator: torch.Generator) -> N
     begins = torch.rand(sequences[0], generator=generator) < _BEGINS
     begins[:, 0] = True
     begins &= begins.cumsum(-1) < min([*counts, length + 2]) - 1
-    found = telling_values(begins, max([*counts, 0]))
+    marks = telling_values(begins, max([*counts, 0]))
     for name, role in roles.items():
-        if role in found:
-            batch[name] = found[role].to(batch[name].dtype)
+        if role in marks:
+            batch[name] = marks[role].to(batch[name].dtype)
 
 
 def ignored_apart(decided: Plan) -> Mapping[str, int] | None:
-    """By key the label that the loss skips, of a plan that ends convolutions or scans with documents; None if the model
-    keeps documents apart itself."""
+    """Return key → ignored label for a plan that ends convolutions or scans with documents; None for any other plan."""
     is_changed = any(note.what.startswith(PACKED) for note in decided.diagnostics)
     return decided.to_run()[0].ignored_labels if is_changed else None
 
 
 def each_document_alone(batch: Mapping[str, Tensor], spec: Spec, ignored: Mapping[str, int]) -> dict[str, Tensor]:
-    """Each document in a row of its own, with further tokens behind it that the loss skips."""
+    """Return a batch with each document in its own row, filled up with tokens that the loss ignores."""
     begins = _begins(batch, spec)
     (sequences, starts), length = begins.nonzero().unbind(1), begins.shape[1]
     ends = torch.where(sequences[1:] == sequences[:-1], starts[1:], length)
     ends = torch.cat([ends, ends.new_tensor([length])])
     places = starts[:, None] + torch.arange(int((ends - starts).max()))
     of_tokens = sequences[:, None], places.clamp(max=length - 1)
-    found = {n: x[of_tokens if x.shape[:2] == begins.shape else sequences] for n, x in batch.items()}
-    return found | {
-        name: found[name].masked_fill(places >= ends[:, None], skipped) for name, skipped in ignored.items()
-    }
+    rows = {n: x[of_tokens if x.shape[:2] == begins.shape else sequences] for n, x in batch.items()}
+    return rows | {n: rows[n].masked_fill(places >= ends[:, None], skipped) for n, skipped in ignored.items()}
 
 
 def _begins(batch: Mapping[str, Tensor], spec: Spec) -> Tensor:

@@ -1,13 +1,12 @@
-"""Compare a run with the truth: how far apart two tensors are, and how far apart rounding may drive them.
+"""Compare an engine with one process: the differences of tensors, and the differences that rounding may cause.
 
-One process beside an engine: every update is compared when both have made it, so one of them is held at a time. Below
-float64 the one process goes on from the engine's weights once they are compared. The weights after an update are
-gathered when the next forward has read them, since a gather waits for all of them: the engine continues as in
-``train_step``.
+Every update is compared once both sides have made it, so that only one update is in memory. Below float64, the one
+process continues from the engine's weights after their comparison. The weights after an update are gathered only after
+the next forward, because a gather waits for all of them, and the engine should run as in ``train_step``.
 
-How far an update drives two sides apart that differ by nothing but the rounding of their gradients:
+Updates can amplify differences that come only from the rounding of gradients:
 
-AdamW's first update    lr · g / (|g| + eps): of a gradient no larger than eps, its rounding is as large as the update
+AdamW's first update    lr · g / (|g| + eps): for gradients below eps, the rounding is as large as the update
 Muon                    the update is rounded to bfloat16 before the Newton-Schulz iterations, which raise singular
                         values of any size to about 1: those below the rounding of the largest one are noise
 """
@@ -27,14 +26,14 @@ from runtime.audit.own_module import Tolerance
 from runtime.verify.reference import OneProcess, places_of
 
 Named = Mapping[str, Tensor]
-_SCALES = (1.1, 1.3, 1.7)  # no powers of two: every element of a scaled matrix is rounded otherwise
+_SCALES = (1.1, 1.3, 1.7)  # no powers of two, so that every element of a scaled matrix is rounded differently
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: ``difference`` against the ``allowed`` one; inf if a tensor is missing or holds NaN.
+    """One comparison: the ``difference`` (inf: a tensor is missing or has NaN) and the ``allowed`` one.
 
-    ``name``: of a tensor; "" for a number of the full step. ``step`` counts from 1, as the log does; 0: of no step.
+    ``name``: of the tensor; "" for a number of the whole step. ``step``: from 1, as in the log; 0: none.
     """
 
     kind: str
@@ -63,20 +62,20 @@ class Row:
 
 
 def compare_value(kind: str, found: float, truth: float, allowed: float, step: int) -> Row:
-    """The relative difference of one number of a step."""
+    """Compare one number of a step, by its relative difference."""
     return Row(kind, "", _finite(abs(found - truth) / max(abs(truth), 1e-300)), allowed, step)
 
 
 def compare_gradients(
     found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance, step: int = 0
 ) -> list[Row]:
-    """The largest difference of each gradient, relative to its own largest element.
+    """Compare gradients, by the largest difference of each relative to its own largest element.
 
-    In half precision, rounding turns single neurons of a ReLU on or off, each with all of its own gradient: if it is
-    smaller, twice the norm of the difference counts, relative to the norm of the gradient.
-    Rounding of parameters adds up as a random walk over updates, and so does the difference of their gradients.
-    A gradient that one side lacks is a difference: a parameter frozen by the plan, or one that it alone trains. None in
-    ``truth`` (the loss does not depend on it) counts as zeros.
+    In half precision, rounding turns single neurons of a ReLU on or off, with their whole gradient: therefore twice the
+    norm of the difference, relative to the norm of the gradient, counts if it is smaller. Rounding of parameters adds
+    up as a random walk over updates, and so does the allowed difference. A gradient that only one side has is a
+    difference: a parameter that only the other side freezes. None in ``truth`` (the loss does not depend on the
+    parameter) counts as zeros.
     """
     floor = allowed.gradient_floor(max((_largest(t) for t in truth.values() if t is not None), default=0.0))
     limit = allowed.gradient * sqrt(allowed.num_updates)
@@ -104,9 +103,9 @@ def compare_parameters(
     *,
     step: int = 0,
 ) -> list[Row]:
-    """The worst element of each parameter; those named in ``still`` got no update, and must be equal in every bit.
+    """Compare the worst element of each parameter. Those in ``still`` were not updated, and must be equal bit for bit.
 
-    ``noise``: by element, the difference that one update may add.
+    ``noise``: for each element, the difference that one update may add.
     """
     added = noise or {}
     rows = [_parameter_row(n, found.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]
@@ -129,7 +128,7 @@ def _parameter_row(
 
 
 def _distance(found: Tensor | None, truth: Tensor, measure: Callable[[Tensor], float] | None = None) -> float:
-    """``measure``: the largest element by default."""
+    """Return the distance by ``measure`` (default: the largest element); inf for a missing tensor or other shape."""
     if found is None or found.shape != truth.shape:
         return inf
     return _finite((measure or _largest)(found.to(truth.device, torch.float64) - truth.detach().double()))
@@ -149,8 +148,8 @@ def _finite(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """The engine's results for one global batch, as full tensors. ``before``: the parameters that it read; none in the
-    first step. ``imbalance``: rows of experts on the fullest rank of ep over the mean; None without such rows.
+    """The engine's results of one step, as full tensors. ``before``: the parameters before the step; empty in the first
+    one. ``imbalance``: rows of experts on the fullest ep rank divided by the mean; None without experts.
     """
 
     loss: float
@@ -161,19 +160,19 @@ class EngineStep:
 
 
 class Beside:
-    """Owns the one process and all that was compared so far. ``tolerance``: given by the user."""
+    """Owns the one process, and the comparisons so far. ``tolerance``: the user's."""
 
     def __init__(self, one: OneProcess, tolerance: float | None = None) -> None:
         self._one, self._tolerance = one, tolerance
         self.rows: list[Row] = []
         sent = one.spec.precision.gather
-        self.precision = getattr(torch, sent) if sent else torch.float64  # the lowest that the model computes in
-        self.imbalance: float | None = None  # the most of all steps
-        self._still: set[str] | None = None  # parameters that no loss has reached so far
-        self._noise: dict[str, Tensor] = {}  # by element, the most that one update may have added so far
+        self.precision = getattr(torch, sent) if sent else torch.float64  # the lowest dtype of the computation
+        self.imbalance: float | None = None  # the maximum of all steps
+        self._still: set[str] | None = None  # parameters without a gradient in any step so far
+        self._noise: dict[str, Tensor] = {}  # for each element, the most that one update may have added so far
 
     def step(self, batch: Mapping[str, Tensor], made: EngineStep) -> None:
-        """Compare the step that the engine has made with ``batch``, and make it here."""
+        """Run the step of ``batch`` in the one process, and compare it with the engine's."""
         if made.imbalance is not None:
             self.imbalance = max(made.imbalance, self.imbalance or 0.0)
         if made.before:
@@ -202,9 +201,9 @@ class Beside:
         return self.precision != torch.float64
 
     def _adopt(self, found: Named) -> None:
-        """Below float64 each step begins with the engine's parameters: its gradients differ by that step alone.
+        """Below float64, begin each step with the engine's parameters, so that gradients differ by this step only.
 
-        AdamW makes an update of lr from a gradient near zero, so rounding, amplified, would move the next gradients.
+        AdamW turns a gradient near zero into an update of lr: amplified rounding would change the next gradients.
         """
         if not self._is_rounded:
             return
@@ -214,7 +213,7 @@ class Beside:
                     parameter.copy_(found[name])
 
     def compare_parameters(self, found: Named) -> None:
-        """After the last update of both. ``found``: the engine's, as full tensors."""
+        """Compare parameters after the last update of both. ``found``: the engine's, as full tensors."""
         step, still = self._one.num_updates, self._still or set()
         self.rows += compare_parameters(found, self._parameters, self._allowed(step), still, self._noise, step=step)
 
@@ -224,7 +223,7 @@ class Beside:
         )
 
     def _note(self, found: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
-        """Note the facts of this step's gradients that the comparison of parameters needs."""
+        """Note the gradients of this step for the comparison of parameters: which exist, and the noise they cause."""
         unreached = {name for name, gradient in gradients.items() if gradient is None}
         self._still = unreached if self._still is None else self._still & unreached
         optimizer = self._one.spec.optimizer
@@ -236,9 +235,9 @@ class Beside:
 def noise_of_updates(
     found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], o: OptimizerSpec, norm: float
 ) -> dict[str, Tensor]:
-    """By element how far apart AdamW's first update drives the two sides.
+    """Return the difference that AdamW's first update makes of the differences of gradients, for each element.
 
-    ``norm``: of all gradients, before clipping. Whether the gradients go together, ``compare_gradients`` says.
+    ``norm``: of all gradients, before clipping. ``compare_gradients`` checks the gradients themselves.
     """
     lr = greatest_rate(o)
     scale = 1.0 if o.clip_grad_norm is None else min(1.0, o.clip_grad_norm / (norm + 1e-6))
@@ -254,29 +253,29 @@ def noise_of_updates(
 def noise_of_matrices(
     gradients: Mapping[str, Tensor | None], matrices: Mapping[str, Matrices], o: OptimizerSpec
 ) -> dict[str, Tensor]:
-    """By element how far Muon's update of each of ``matrices``, by weight, moves if its gradient is rounded otherwise.
+    """Return weight → the difference of Muon's update, for each element, if its gradient is rounded differently.
 
-    Elements of one matrix have one bound: the iterations mix its rows and columns.
+    Elements of one matrix have one bound, because the iterations mix its rows and columns.
     """
     lr, adjust = greatest_rate(o), base_of(o).adjust_lr
-    found: dict[str, Tensor] = {}
+    noise: dict[str, Tensor] = {}
     for name, own in matrices.items():
         gradient = gradients.get(name)
         if gradient is None:
             continue
         whole = gradient.detach().float().cpu()
-        found[name] = torch.zeros(whole.shape, dtype=torch.float64)
+        noise[name] = torch.zeros(whole.shape, dtype=torch.float64)
         for dim, boxes in places_of(tuple(whole.shape), own):
             part = torch.cat([whole[box] for box in boxes], dim)
             update = _update(part, adjust)
             apart = max((_update(part * scale, adjust) - update).abs().max().item() for scale in _SCALES)
             for box in boxes:
-                found[name][box] = lr * apart
-    return found
+                noise[name][box] = lr * apart
+    return noise
 
 
 def _update(gradient: Tensor, adjust: str) -> Tensor:
-    """PyTorch's, of a weight of zeros, at a learning rate of 1."""
+    """Return PyTorch's Muon update of a weight of zeros, at a learning rate of 1."""
     weight = nn.Parameter(torch.zeros_like(gradient))
     weight.grad = gradient
     torch.optim.Muon([weight], 1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=adjust).step()
@@ -284,5 +283,5 @@ def _update(gradient: Tensor, adjust: str) -> Tensor:
 
 
 def greatest_rate(o: OptimizerSpec) -> float:
-    """The greatest learning rate of all groups."""
+    """Return the largest learning rate of all groups."""
     return max(o.lr, *(group.lr or 0.0 for group in o.groups.values()), 0.0)

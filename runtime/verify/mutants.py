@@ -1,9 +1,7 @@
-"""Plans that are wrong on purpose: a comparison with one process that stays green then would prove nothing.
+"""Programs with one exchange removed, which a comparison with one process must detect.
 
-One exchange of the lowered graphs missing (also of rows with experts).
-
-Exchanges are numbered over all stages, in the order of each stage's graph. A missing one changes no shape:
-sums stay partial, and shards of other ranks are filled with this rank's own.
+Exchanges are numbered over all stages, in the order of each stage's graph. Removing one changes no shape: sums stay
+partial, and shards of other ranks are filled with this rank's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ from planner.lower import lower
 
 
 def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
-    """This rank's program without exchange ``number``. Raises PlanError when there are not so many."""
+    """Return this rank's program without exchange ``number``. Raises PlanError if there are fewer exchanges."""
     mine, total = None, 0
     for stage, program in _all_stages(plan, rank):
         nodes = exchanges(stage)
@@ -42,33 +40,33 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
         total += len(nodes)
         mine = program if plan.mesh.pp_rank_of(program.stages[0].index) == plan.mesh.coordinate(rank)["pp"] else mine
     if number >= total:
-        fix = f"the lowered graphs hold {total} of them, numbered from 0" if total else "use tp, cp or ep > 1"
+        fix = f"choose 0 to {total - 1}" if total else "use tp, cp or ep > 1"
         raise PlanError(f"there is no collective {number} to remove", where="remove_collective", fix=fix)
     assert mine is not None
     return mine
 
 
 def num_collectives(plan: Plan) -> int:
-    """How many exchanges the lowered graphs of all stages hold."""
+    """Return the number of exchanges in the lowered graphs of all stages."""
     return sum(len(exchanges(stage)) for stage, _ in _all_stages(plan, 0))
 
 
 def exchanges(stage: StageModule) -> list[tuple[fx.GraphModule, fx.Node]]:
-    """The nodes of a stage that communicate over tp, cp, ep or etp in its forward or backward, each with its graph.
+    """Return the nodes of a stage that communicate over tp, cp, ep or etp, each with its graph.
 
-    The reruns of its blocks come last, with their nodes that communicate in a forward.
+    Nodes in recomputed blocks come last, without those that communicate only in a backward.
     """
     reruns = [getattr(stage.module, str(n.target)) for n in stage.module.graph.nodes if n.op == "get_attr"]
-    found = [(stage.module, node) for node in stage.module.graph.nodes if node.target in STAND_INS]
+    nodes = [(stage.module, node) for node in stage.module.graph.nodes if node.target in STAND_INS]
     for call in reruns:
         if isinstance(call, BlockCall):
-            talking = (n for n in call.module.graph.nodes if n.target in STAND_INS and n.target not in _OF_BACKWARD)
-            found += [(call.module, node) for node in talking]
-    return found
+            inner = (n for n in call.module.graph.nodes if n.target in STAND_INS and n.target not in _OF_BACKWARD)
+            nodes += [(call.module, node) for node in inner]
+    return nodes
 
 
 def _all_stages(plan: Plan, rank: int) -> Iterator[tuple[StageModule, RankProgram]]:
-    """Every stage in order, lowered for the place among the others of ``rank``."""
+    """Yield every stage in order, lowered for the rank of its pp rank with the other coordinates of ``rank``."""
     mesh = plan.mesh
     place = mesh.coordinate(rank)
     programs = [lower(plan, mesh.rank_of(**{**place, "pp": pp})) for pp in range(mesh.pp)]
@@ -100,7 +98,7 @@ def _unshared_loss(logits: Tensor, target: Tensor, axis: AxisHandle, *args: Any,
 
 
 def _own_tokens(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """This rank's tokens instead of those of all ranks."""
+    """Return this rank's tokens instead of those of all ranks."""
     return torch.cat([x] * axis.size, dim)
 
 
@@ -123,7 +121,7 @@ def _ungathered(x: Tensor, axis: AxisHandle, cut: Placement, again: bool, *args:
 
 
 def _own_rows(rows: Tensor, here: Meeting) -> Tensor:
-    """As many rows as should come, of those that should have left."""
+    """Return as many rows as this rank should receive, from those that it should send."""
     return _as_many(rows[slice(*here.share)], int(here.counts.sum()))
 
 
@@ -135,7 +133,7 @@ def _given_by_none(rows: Tensor, here: Meeting) -> Tensor:
 
 
 def _own_tokens_as_rows(tokens: Tensor, here: Meeting) -> Tensor:
-    """As many rows as should come, of this rank's tokens."""
+    """Return as many rows as this rank should receive, from its own tokens."""
     return tokens[torch.arange(int(here.counts.sum()), device=tokens.device) % len(tokens)]
 
 
@@ -147,7 +145,7 @@ def _summed_by_none(rows: Tensor, here: Meeting, dtype: torch.dtype) -> Tensor:
 def _own_slots(
     x: Tensor, experts: int, slots: int, counts: Any, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, *_: Any
 ) -> Tensor:
-    """The slots of this rank for experts of its own, as often as slots of others should come."""
+    """Return the slots of this rank for its own experts, repeated in place of the slots of other ranks."""
     own = share_of(x, slots, tp).narrow(experts, 0, x.shape[experts] // ep.size)
     return torch.cat([own] * ep.size * etp.size, slots)
 
@@ -183,4 +181,4 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     slots.send_slots: _own_slots,
     slots.return_slots: _returned_by_none,
 }
-_OF_BACKWARD = {collectives.f, collectives.slice_part, column_linears}  # which exchange nothing in a forward
+_OF_BACKWARD = {collectives.f, collectives.slice_part, column_linears}  # exchange nothing in a forward

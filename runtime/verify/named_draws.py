@@ -1,10 +1,9 @@
-"""One process that draws by name: with ``dropout: layout_invariant`` its masks are those of every layout.
+"""Layout-invariant random numbers: with ``dropout: layout_invariant``, one process draws the masks of every layout.
 
-    names      the ops that draw, of the model captured at the size of the global batch: site, sample, element
-    forward    the user's model, op by op: draws of PyTorch are overwritten with the numbers of the next name
+    names      of the draws of the model, captured at the size of the global batch: site, sample, element
+    forward    of the user's model, op by op: PyTorch's numbers are replaced by those of the next name
 
-Draws that the loss does not read have no name, and keep PyTorch's values: other lines of the model draw them, or other
-shapes.
+Draws that the loss does not read have no name, and keep PyTorch's numbers: they have other source lines or shapes.
 """
 
 from collections import deque
@@ -39,8 +38,8 @@ _FIX = "write dropout: fast to verify the plan without dropout"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The draw of one op in the forward of the global batch. ``p``: of a dropout, else 0. ``frames``: file and line of
-    the user's code."""
+    """The draw of one op in the forward of the global batch. ``p``: of a dropout, else 0. ``frames``: the user's (file,
+    line) in its call stack."""
 
     kind: str
     place: SampleElements
@@ -50,7 +49,7 @@ class Named:
 
 
 def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
-    """The draws of one forward over the global batch, in its order; a dropout with p = 1 draws nothing."""
+    """Return the draws of one forward over the global batch, in order; a dropout with p = 1 draws nothing."""
     size = spec.batch.global_size
     inputs = {
         name: torch.empty((size, *given.sizes), dtype=getattr(torch, given.dtype), device="meta")
@@ -61,18 +60,18 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
     program = capture(module, inputs, loss=loss, dtype=dtype)
     simplify_masks(program)
     name_draws(program, size)
-    found = [_named(node) for node in program.graph.graph.nodes if "draw" in node.meta]
-    return tuple(sorted((named for named in found if named.p < 1.0), key=lambda named: named.place.site))
+    draws = [_named(node) for node in program.graph.graph.nodes if "draw" in node.meta]
+    return tuple(sorted((named for named in draws if named.p < 1.0), key=lambda named: named.place.site))
 
 
 def draws_of_lengths(model: nn.Module, spec: Spec) -> dict[Shapes, tuple[Named, ...]]:
-    """The draws of each length, by the shapes of its global batch."""
-    found = {}
+    """Return shapes of the global batch → draws, for each length."""
+    draws = {}
     for place in range(max(1, len(spec.lengths))):
         of_length = spec.at(place)
         size, inputs = of_length.batch.global_size, of_length.require_inputs()
-        found[tuple((size, *given.sizes) for given in inputs.values())] = draws_of(model, of_length)
-    return found
+        draws[tuple((size, *given.sizes) for given in inputs.values())] = draws_of(model, of_length)
+    return draws
 
 
 def _named(node: fx.Node) -> Named:
@@ -91,8 +90,8 @@ def _named(node: fx.Node) -> Named:
 
 
 class NamedDraws(TorchDispatchMode):
-    """While it is entered, the ``draws`` of a batch of these shapes are made by their names, in this order. Owns: which
-    of them are still to come."""
+    """Replaces PyTorch's random numbers by those of the ``draws`` of the batch's shapes, in order. Owns the draws that
+    are still to come."""
 
     def __init__(self, model: nn.Module, draws: Mapping[Shapes, Sequence[Named]], seed: int) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class NamedDraws(TorchDispatchMode):
 
     @contextmanager
     def forward(self, step: int, batch: Mapping[str, Tensor]) -> Iterator[None]:
-        """A forward of the global ``batch`` runs inside. Raises PlanError if a draw is missing."""
+        """Replace the numbers of a forward of the global ``batch``. Raises PlanError if a draw is missing."""
         self._random.begin(step, 0)
         self._left.extend(self.draws[tuple(tuple(value.shape) for value in batch.values())])
         with self:
@@ -112,15 +111,15 @@ class NamedDraws(TorchDispatchMode):
             first = self._left[0]
             self._left.clear()
             raise PlanError(
-                f"one process does not draw random numbers as captured: {first.kind} of "
-                f"{list(first.place.shape)} is missing",
+                f"one process does not draw the captured random numbers: {first.kind} of {list(first.place.shape)} is "
+                "missing",
                 where=first.where,
                 fix=_FIX,
             )
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Its backward runs inside. Raises PlanError if it draws: nothing says which draw of the forward that is."""
+        """Watch the backward. Raises PlanError if it draws: its draws cannot be related to those of the forward."""
         with installed((self, "_is_forward", False)), self:
             yield
 
@@ -134,7 +133,7 @@ class NamedDraws(TorchDispatchMode):
                     where=self._sites.here(),
                     fix=f"turn off checkpointing in the model, or {_FIX}",
                 )
-            # These lines draw now, in this order; around and between them others may be, which a capture lacks.
+            # the captured frames must be in the call stack in order; frames that a capture lacks may be between them
             here = iter(self._sites.frames_here())
             is_next = self._left and _fits(self._left[0], func, made, args)
             if is_next and all(frame in here for frame in self._left[0].frames):
@@ -152,7 +151,7 @@ class NamedDraws(TorchDispatchMode):
 
 
 def _fits(named: Named, func: Any, made: Tensor, args: Any) -> bool:
-    """Whether this op is the draw of that name."""
+    """Return whether this op can be the draw ``named``, by its kind, shape and probability."""
     kinds = _IN_PLACE.get(func) or (KINDS.get(func),)
     is_dropout = named.kind == DROPOUT
     return (

@@ -1,9 +1,9 @@
-"""Does the plan equal one process? Run both on the same random batches, update by update, and compare the loss, the
-norm, every gradient and every parameter after each of them.
+"""The command `verify`: train by the plan and in one process on the same random batches, and compare loss, norm,
+gradients and parameters of each update.
 
-The truth is the user's unmodified model on the full global batch, the object itself and no copy
-(runtime.verify.reference). With ``dropout: layout_invariant`` both sides draw by name (runtime.verify.named_draws).
-Else dropout is off on both: its masks depend on the order in which a process draws them.
+The reference is the user's unmodified model on the full global batch, the object itself and not a copy
+(runtime.verify.reference). With ``dropout: layout_invariant``, both sides draw equal random numbers
+(runtime.verify.named_draws). Otherwise dropout is off on both: its masks depend on the order of draws.
 """
 
 import math
@@ -36,13 +36,13 @@ from runtime.verify.named_draws import NamedDraws, draws_of_lengths
 from runtime.verify.reference import OneProcess, Untouched, in_its_dtype, with_values
 
 TIMEOUT_SECONDS = 1800.0
-BATCHES_IF_WARNED = 4  # one may be equal by chance
-STEPS = 10  # of a learning rate with steps: auto
+BATCHES_IF_WARNED = 4  # a single batch may be equal by chance
+STEPS = 10  # of a learning-rate schedule with steps: auto
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """The settings of a verification; the same on every rank. ``planned``: the file of the launcher's plan
+    """The settings of a verification, the same on every rank. ``planned``: the file of the launcher's plan
     (``runtime.shared_plan``)."""
 
     model: str
@@ -54,7 +54,7 @@ class VerifyJob:
 
 
 def _made(job: VerifyJob, spec: Spec) -> tuple[Planned, Untouched]:
-    """The plan, and the weights of its model as they were before it was planned."""
+    """Return the plan, and the fingerprints of its model's weights from before the plan."""
     model = load_to_plan(job.model, spec.seed)
     untouched = Untouched(in_mode(model, spec))
     return planned(model, spec, job.planned), untouched
@@ -62,8 +62,7 @@ def _made(job: VerifyJob, spec: Spec) -> tuple[Planned, Untouched]:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """``rows``: everything that was compared. ``notes``: the limits of the comparison. ``warnings``: of the plan, about
-    batches."""
+    """``rows``: all comparisons. ``notes``: limits of the comparison. ``warnings``: those of the plan about batches."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -106,10 +105,10 @@ def verify(
     tolerance: float | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> VerifyReport:
-    """Start the plan's ranks here and compare ``steps`` updates with one process.
+    """Start the plan's ranks as local processes, and compare ``steps`` updates with one process.
 
-    ``remove_collective``: take the n-th inserted collective out of the lowered graphs, to see the comparison turn red.
-    ``tolerance``: relative, for loss and gradients, in place of those of the model's lowest precision.
+    ``remove_collective``: number of a collective to remove from the lowered graphs, to see the comparison fail.
+    ``tolerance``: relative, of loss and gradients; default: by the model's lowest precision.
     Raises PlanError for bad input, RankError when a rank fails.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
@@ -142,13 +141,13 @@ def _launched(job: VerifyJob, world_size: int, timeout_seconds: float) -> Verify
 
 
 def _last_error(text: str) -> str:
-    """The line of a traceback that names the error, without the lines below it."""
+    """Return the last line of a traceback that is not indented: the error."""
     return [line for line in text.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
 def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -> VerifyReport:
-    """Run this rank's part; rank 0 then runs the one process and compares. The others' reports are empty.
-    ``made``: the plan, if this process has it."""
+    """Run one rank; rank 0 also runs the one process and compares. Reports of other ranks are empty.
+    ``made``: the plan, if this process has made it."""
     spec = Spec.load(job.spec).of_run(STEPS)
     of_rank, untouched = made or _made(job, spec)
     decided, model = of_rank.plan, of_rank.model
@@ -161,7 +160,7 @@ def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -
 
     def make() -> Beside:
         untouched.check(model)
-        # if the engine read its slices of files, the one process reads all: by transformers, unless it is quantised
+        # if the engine loads slices of files, the one process loads all, by transformers unless they are quantized
         alone.append(one_process(with_values(model, job.model, decided, spec), spec, decided))
         return Beside(alone[0], job.tolerance)
 
@@ -181,14 +180,14 @@ def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -
 
 
 def one_process(model: nn.Module, spec: Spec, decided: Plan) -> OneProcess:
-    """``model`` itself, which draws by name if the plan does."""
+    """Return the one process of ``model`` itself, with the random numbers of the plan if they are layout-invariant."""
     is_mapped = spec.dropout == "layout_invariant"
     draws = NamedDraws(model, draws_of_lengths(model, spec), spec.seed) if is_mapped else None
     return OneProcess(model, spec, draws, decided.parameters, ignored_apart(decided))
 
 
 def in_mode(model: nn.Module, spec: Spec) -> nn.Module:
-    """The model in the mode of the comparison: with dropout if its draws are mapped."""
+    """Set the mode of the comparison: training (with dropout) if random numbers are layout-invariant."""
     return model.train(spec.dropout == "layout_invariant")
 
 
@@ -205,7 +204,7 @@ def _note_of_dropout(model: nn.Module, draws: NamedDraws | None, batch: dict[str
 
 
 def _draws_in_training(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Whether a forward in training draws random numbers; also if it cannot be run. Called after all comparisons."""
+    """Return whether a forward in training draws random numbers, or fails. Called after all comparisons."""
     before = torch.get_rng_state()
     try:
         with torch.no_grad(), in_eager_mode():
@@ -225,11 +224,12 @@ def run_beside(
     look: Callable[[Engine], object] | None = None,
     is_local: bool = False,
 ) -> Beside | None:
-    """Every step of the plan, then the same of one process on rank 0. ``make``: it, there, after the first update.
+    """Run each step by the plan, then in one process on rank 0, and compare; return the comparison on rank 0.
 
-    ``program``: of this rank in place of the plan's. ``weights``: a directory that the engine reads first.
-    ``look``: called before each step and after the last; graphs are captured when the spec says, not at once.
-    ``is_local``: the engine is given the rows of its dp rank alone.
+    ``make``: makes the one process, after the first update. ``program``: replaces the plan's program of this rank.
+    ``weights``: a directory that the engine loads first. ``look``: called before each step and after the last; graphs
+    are then captured by the spec's warm-up steps, not at once. ``is_local``: the engine gets only the rows of its dp
+    rank.
     """
     rank, beside = int(os.environ.get("RANK", "0")), None
     with Engine(decided, program=program) as engine:
@@ -245,7 +245,7 @@ def run_beside(
                 if rank == 0:
                     beside = beside or make()
                     beside.step(batch, made)
-            del made  # before the next is gathered
+            del made  # before the next step is gathered
         if look is not None:
             look(engine)
         parameters = engine.gather_parameters()

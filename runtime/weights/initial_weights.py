@@ -1,16 +1,16 @@
-"""All ranks start with the same weights: those of rank 0 if a model was built without a seed.
+"""All ranks start with the same weights: those of rank 0, if a model was built without a seed.
 
     fingerprint of every tensor     rank 0's to all, then the lowest rank that differs: two small exchanges
-    broadcast                       those tensors alone, one at a time, whole; each rank keeps its shards
-    require_equal                   one error on all ranks
+    broadcast                       sends only the tensors that differ, one full tensor at a time; ranks keep shards
+    require_equal                   raises one error on all ranks
 
 Parameters on meta are equal on all ranks: their values come from the seed of the spec.
 
-A number for the bits of a tensor: equal tensors have equal ones, different ones practically never.
+A fingerprint is a number that is equal for equal bits, and practically never equal for others:
 
     words of 8 bytes as rows of 1024:   Σ_i (2i + 1)·Σ_j w_ij   +   K·Σ_j (2j + 1)·Σ_i w_ij        modulo 2^64
 
-Integers add up to the same on every device and in every order. It allocates nothing of the tensor's size.
+Integer sums do not depend on the device or the order. It allocates no copy of the tensor.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -37,7 +37,7 @@ _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15, odd: columns do not cancel ro
 
 @dataclass(frozen=True, slots=True)
 class InitialTensor:
-    """A tensor that every rank has when it begins; ``kind``: parameter, buffer or constant."""
+    """A tensor of the model before the first step. ``kind``: parameter, buffer or constant."""
 
     kind: str
     name: str
@@ -46,7 +46,7 @@ class InitialTensor:
 
 
 def held_tensors(plan: Plan) -> list[InitialTensor]:
-    """Parameters by the plan, buffers and lifted constants by the captured graph: on every rank the same list."""
+    """Return the plan's parameters, and the buffers and constants of the captured graph: the same on every rank."""
     rows = [InitialTensor("parameter", p.name, tuple(p.shape), getattr(torch, p.dtype)) for p in plan.parameters]
     program = plan.to_run()[0].program
     buffers = {fqn: program.node(node).meta["val"] for node, fqn in sorted(program.buffers.items())}
@@ -58,9 +58,9 @@ def held_tensors(plan: Plan) -> list[InitialTensor]:
 def differing(
     plan: Plan, groups: Groups, mode: str, kinds: Collection[str] = ("parameter", "buffer", "constant")
 ) -> list[InitialTensor]:
-    """The tensors of some ``kinds`` that differ on some rank from those of rank 0. Every rank calls it.
+    """Return the tensors of these ``kinds`` that differ between a rank and rank 0. All ranks must call it.
 
-    Raises PlanError on every rank, if ``mode`` is require_equal and something differs.
+    Raises PlanError on every rank if ``mode`` is require_equal and a tensor differs.
     """
     if groups.world is None:
         return []
@@ -72,9 +72,9 @@ def differing(
     dist.broadcast(first, 0, group=groups.world)
     odd = torch.where(own == first, world_size, groups.rank)
     dist.all_reduce(odd, dist.ReduceOp.MIN, group=groups.world)
-    found = [(tensor, rank) for tensor, rank in zip(held, odd.tolist(), strict=True) if rank < world_size]
-    if found and mode == "require_equal":
-        (tensor, rank), others = found[0], len(found) - 1
+    unequal = [(tensor, rank) for tensor, rank in zip(held, odd.tolist(), strict=True) if rank < world_size]
+    if unequal and mode == "require_equal":
+        (tensor, rank), others = unequal[0], len(unequal) - 1
         more = f" (and {others} more)" if others else ""
         raise PlanError(
             f"rank {rank} starts with other weights than rank 0: {tensor.kind} {tensor.name}{more}",
@@ -82,11 +82,11 @@ def differing(
             fix="call torch.manual_seed with the same number on every rank before building the model, or set "
             "initial_weights: broadcast",
         )
-    return [tensor for tensor, _ in found]
+    return [tensor for tensor, _ in unequal]
 
 
 def take_constants(plan: Plan, groups: Groups, differ: list[InitialTensor]) -> None:
-    """Rank 0's constants into the captured graph, before it is lowered: passes cut and fold them."""
+    """Copy rank 0's constants into the captured graph, before passes shard and fold them."""
     for held in differ:
         if held.kind == "constant":
             constants = plan.to_run()[0].program.constants
@@ -102,8 +102,8 @@ def take_weights(
     differ: list[InitialTensor],
     opened: Callable[[str], None],
 ) -> None:
-    """Rank 0's parameters and buffers into the filled stage modules, one at a time. ``opened(name)`` is called before
-    the weights of a parameter are replaced."""
+    """Copy rank 0's parameters and buffers into the stage modules, one at a time. ``opened(name)``: called before the
+    weights of a parameter are replaced."""
     for held in differ:
         if held.kind == "parameter":
             full = source.parameter(held.name, held.shape, held.dtype) if groups.rank == 0 else None
@@ -131,7 +131,7 @@ def _fingerprints(plan: Plan, held: list[InitialTensor]) -> Iterator[int]:
 
 
 def _from_rank_0(held: InitialTensor, value: Tensor | None, groups: Groups) -> Tensor:
-    """The full tensor, on this rank's device. Sent as bytes: no backend sends every dtype."""
+    """Return the full tensor on this rank's device. It is sent as bytes, because no backend sends every dtype."""
     if groups.rank == 0 and value is not None:
         full = value.detach().to(device=groups.device, dtype=held.dtype, copy=True).contiguous()
         mismatch = tuple(full.shape) != held.shape
@@ -143,7 +143,7 @@ def _from_rank_0(held: InitialTensor, value: Tensor | None, groups: Groups) -> T
 
 
 def buffers_of(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
-    """This rank's copies of a model's buffer: in its stages, and in the graph that counts the loss denominators."""
+    """Yield this rank's copies of a buffer of the model: in its stages, and in the graph of loss denominators."""
     for stage in program.stages:
         if fqn in stage.buffers:
             yield stage.module.get_buffer(stage.attributes[fqn])
@@ -155,7 +155,7 @@ def buffers_of(plan: Plan, program: RankProgram, fqn: str) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
-    """0 for a tensor without values (meta, fake, empty)."""
+    """Return the fingerprint of a tensor; 0 for one without values (meta, fake, empty)."""
     if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
     if tensor.layout is not torch.strided:
@@ -173,7 +173,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def fingerprint_of_model(model: nn.Module) -> dict[str, int]:
-    """By dotted name, of every parameter and buffer."""
+    """Return dotted name → fingerprint of every parameter and buffer."""
     named: Iterable[tuple[str, Tensor]] = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

@@ -1,14 +1,14 @@
-"""Fresh values as the model's own methods draw them, one call at a time, for a model on the meta device.
+"""Fresh values of a model on the meta device, drawn by the model's own methods, one call at a time.
 
-Every module is initialised after the modules in it, as ``Module.apply`` does:
+Every module is initialized after its submodules, as ``Module.apply`` does:
 
     reset_parameters(), _reset_parameters()        if the module has one
     _init_weights(module)                          of the innermost module around it that has one
     _init_weights()                                if the method takes no module
 
-First, everything runs on meta tensors, to record the writes of each call. Then a parameter takes its value from the
-calls that write it, and from no other: each with a generator of (seed, module, method), so that the value depends
-neither on the layout nor on other weights of a rank.
+First, all calls run on meta tensors, to record their writes. Then a parameter gets its value from exactly the calls
+that write it, each with a generator of (seed, module, method), so that the value depends neither on the layout nor on
+other weights of a rank.
 """
 
 import hashlib
@@ -32,9 +32,7 @@ _FOR_MODULES = "_init_weights"
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a method; ``module`` is the dotted name of the module that it initialises, ``written`` the
-    parameters.
-    """
+    """One call of a method. ``module``: name of the module that it initializes; ``written``: ids of parameters."""
 
     module: str
     method: str
@@ -43,7 +41,7 @@ class _Call:
 
 
 class OwnMethods:
-    """Values of a model's parameters by its own methods. Owns the calls, and the values of the last ones that ran."""
+    """Values of a model's parameters by its own methods. Owns the calls, and the values of the last run."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         """Raises PlanError if a method cannot run without values."""
@@ -54,8 +52,8 @@ class OwnMethods:
 
     @torch.no_grad()
     def value(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The full tensor [shape], drawn in float32 whatever the dtype. Raises PlanError, naming the parameter, if no
-        method writes all of it.
+        """Return the full tensor [shape], drawn in float32 for any dtype. Raises PlanError if no method writes all of
+        it.
         """
         wanted = self._names[fqn]
         calls = [call for call in self._calls if wanted in call.written]
@@ -95,7 +93,7 @@ def _calls_that_write(model: nn.Module) -> list[_Call]:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the memory that ops write to, also behind ``.data``, which counts no versions."""
+    """Notes the storages to which ops write, also through ``.data``, which does not count versions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +114,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with their dotted names, each after those in it."""
+    """Yield (dotted name, module) of all modules, each after its submodules."""
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for child, inner in module.named_children():
@@ -172,7 +170,7 @@ def _exchanged(model: nn.Module, made: Callable[[nn.Parameter], Tensor | None]) 
 
 
 def _unwritten(parameter: Tensor) -> Tensor:
-    """NaN in each element, in float32 for floating-point parameters."""
+    """Return a value of NaN, in float32 for floating-point parameters."""
     dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
     value = torch.empty(parameter.shape, dtype=dtype)
     return value.fill_(float("nan")) if dtype.is_floating_point or dtype.is_complex else value.zero_()
@@ -189,14 +187,14 @@ def _ran(call: _Call) -> None:
 
 @contextmanager
 def generators_as_before() -> Iterator[None]:
-    """Random states of Python, NumPy and torch on the CPU are restored afterwards."""
+    """Restore the random states of Python, NumPy and torch (CPU) afterwards."""
     with python_generators_kept(), torch.random.fork_rng(devices=[]):
         yield
 
 
 @contextmanager
 def _seeded(key: str) -> Iterator[None]:
-    """The generators of torch, numpy and Python at a place that ``key`` alone decides; as before afterwards."""
+    """Seed the generators of torch, NumPy and Python from ``key``, and restore them afterwards."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
     with generators_as_before():
         seed_generators(seed)

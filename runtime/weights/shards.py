@@ -2,12 +2,12 @@
 
     full [.., n, ..] --pad--> [.., n + padding, ..] --Part.ranges--> shard        and the same way back
 
-A rank asks its source for one full tensor at a time and keeps only its shard.
+A rank reads one full tensor at a time from its source, and keeps only its shard.
 
-Back, every rank walks the rows of the plan in one order. Of equal copies, over dp or edp, tp or etp and the stages of a
-tied weight, the first one sends. Shards go from host memory to host memory: no communicator of the device is made for
-each sender, and rank 0's device never holds a full tensor. A rank sends when rank 0 asks for it, so that no copies pile
-up while rank 0 writes, and none waits for less than that takes.
+To collect full tensors, all ranks walk the rows of the plan in one order. The first of equal copies (over dp or edp, tp
+or etp, and the stages of a tied weight) is sent, through host memory, so that no device communicator per sender is
+needed and rank 0's device never holds a full tensor. A rank sends when rank 0 asks for the shard, so that copies do not
+pile up while rank 0 writes, and no send times out meanwhile.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from runtime.distributed.agreement import call, wait_for_rank_0
 from runtime.distributed.groups import Groups
 from runtime.weights.sources import ModelWeights
 
-Opens = Callable[[str], None]  # called with a parameter's name before it is written
+Opens = Callable[[str], None]  # called with the name of a parameter before it is written
 
 
 def fill(
@@ -43,8 +43,8 @@ def fill(
 ) -> list[tuple[StageModule, LocalParameter]]:
     """Give every parameter and buffer of the stage modules its values on ``device``: shards of the rank at ``place``.
 
-    Returns the parameters that have no values yet and are zero, for ``initialise``, or for a checkpoint: to draw fresh
-    values only to overwrite them would take minutes for a large model. Those ``later`` stay on meta.
+    Returns the parameters without values, which are zero until ``initialise`` or a checkpoint fills them: drawing
+    values only to overwrite them would take minutes for a large model. The parameters ``later`` stay on meta.
     """
     fresh = []
     for stage in stages:
@@ -70,7 +70,7 @@ def fill(
 def fill_later(
     stages: Iterable[StageModule], source: ModelWeights, groups: Groups, later: Collection[str], opened: Opens
 ) -> None:
-    """Values of the parameters that ``fill`` left on meta, which have memory now, unless they are fresh."""
+    """Fill the parameters that ``fill`` left on meta, which have memory now, except those without values."""
     for stage in stages:
         for parameter in stage.parameters:
             if parameter.fqn in later and not source.is_fresh(parameter.fqn):
@@ -80,7 +80,7 @@ def fill_later(
 
 
 def share(trained: StageModule, other: StageModule, device: torch.device) -> None:
-    """Give ``other``, the same stage lowered again, the very parameters and buffers of ``trained``."""
+    """Give ``other``, the same stage lowered again, the parameters and buffers of ``trained`` (not copies)."""
     for fqn in (*(parameter.fqn for parameter in other.parameters), *other.buffers):
         held = trained.module.get_parameter if fqn not in other.buffers else trained.module.get_buffer
         _assign(other.module, other.attributes[fqn], held(trained.attributes[fqn]))
@@ -88,7 +88,7 @@ def share(trained: StageModule, other: StageModule, device: torch.device) -> Non
 
 
 def without_gradients(stages: Sequence[StageModule]) -> None:
-    """Parameters of stages that only evaluate: none has a gradient, and the copies of a tied one are one tensor."""
+    """Prepare stages that only evaluate: no parameter requires a gradient, and copies of a tied one share a tensor."""
     first: dict[str, tuple[StageModule, str]] = {}
     for stage in stages:
         stage.module.requires_grad_(False)
@@ -103,7 +103,7 @@ def without_gradients(stages: Sequence[StageModule]) -> None:
 def initialise(
     fresh: Iterable[tuple[StageModule, LocalParameter]], source: ModelWeights, groups: Groups, opened: Opens
 ) -> None:
-    """Fresh values for the parameters that ``fill`` left without; ``opened(name)`` is called before each is written."""
+    """Draw values of the parameters that ``fill`` returned. ``opened(name)``: called before each is written."""
     for stage, parameter in fresh:
         opened(parameter.fqn)
         part = part_of(parameter, groups.mesh, groups.place)
@@ -111,7 +111,7 @@ def initialise(
 
 
 def fresh_shard(source: ModelWeights, parameter: LocalParameter, part: Part) -> Tensor:
-    """This rank's shard, on the CPU: if it is one run of rows, as those of experts are, no other rows are drawn."""
+    """Return this rank's shard on the CPU; if it is one run of rows, as for experts, only these rows are drawn."""
     shape, dtype = tuple(parameter.global_shape), parameter.dtype
     of_rows = part.ranges.get(0, ())
     if len(of_rows) != 1:
@@ -130,7 +130,7 @@ def _values(source: ModelWeights, parameter: LocalParameter, part: Part, device:
             f"parameter {parameter.fqn} is {list(full.shape)}, the plan has {list(parameter.global_shape)}",
             fix="use the planned model",
         )
-    # A copy always: the rank's weights must not alias the user's model.
+    # always a copy: the rank's weights must not alias the user's model
     local = shard(full, part).to(device=device, dtype=parameter.dtype, copy=True)
     assert tuple(local.shape) == tuple(parameter.shape), f"{parameter.fqn}: {local.shape} is not {parameter.shape}"
     return local.contiguous()
@@ -138,10 +138,10 @@ def _values(source: ModelWeights, parameter: LocalParameter, part: Part, device:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tensors that rank 0 keeps in full for checkpoints, since no stage computes with them or nothing updates them.
+    """Full tensors that rank 0 keeps for checkpoints, because no stage computes with them or nothing updates them.
 
-    ``parameters``: those that do not reach the loss. ``buffers``: the persistent ones. Of the directory that was
-    loaded, ``texts``: config files by name; ``names``, on every rank: stored name → how the model's tensors make it.
+    ``parameters``: those that do not reach the loss. ``buffers``: persistent ones. ``texts``: config files of the
+    loaded directory, by name; ``names``, on every rank: stored name → how the model's tensors make the stored one.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights of a plan on one rank: those of its stages, and on rank 0 those that are ``kept`` beside them."""
+    """The weights of a plan on one rank: those of its stages, and on rank 0 the ``kept`` tensors beside them."""
 
     plan: Plan
     program: RankProgram
@@ -165,11 +165,11 @@ class RankWeights:
 
 
 def keep(plan: Plan, stages: Iterable[StageModule], source: ModelWeights, rank: int) -> Kept:
-    """Copies for rank 0 on the CPU; nothing elsewhere."""
+    """Return copies on the CPU of rank 0 of the tensors to keep; nothing on other ranks."""
     if rank != 0:
         return Kept()
     held = {parameter.fqn for stage in stages for parameter in stage.parameters}
-    ep = plan.mesh.ep, plan.mesh.place(0)["ep"]  # an expert's own may lie on another rank of the stage
+    ep = plan.mesh.ep, plan.mesh.place(0)["ep"]  # parameters of other experts lie on other ranks of the stage
     near = [row for row in plan.parameters if row.expert is None or row.expert.is_held(*ep)]
     rows = [row for row in near if 0 in row.stages and row.name not in held]
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
@@ -186,12 +186,12 @@ def keep(plan: Plan, stages: Iterable[StageModule], source: ModelWeights, rank: 
 
 
 def shard(full: Tensor, part: Part) -> Tensor:
-    """The part of a full tensor that one rank holds."""
+    """Return the part of a full tensor that one rank holds."""
     return _cut(_padded(full, part, dims={part.placement.dim}), part.ranges)
 
 
 def _padded(full: Tensor, part: Part, dims: Collection[int]) -> Tensor:
-    """The tensor with the padding of its placement, if that is on one of ``dims``."""
+    """Return the tensor with the padding of its placement, if the padded dim is one of ``dims``."""
     dim, padding = part.placement.dim, part.placement.padding
     if not padding or dim not in dims:
         return full
@@ -215,7 +215,7 @@ def _assign(module: nn.Module, attribute: str, value: Tensor) -> None:
 
 
 def _place_constants(module: nn.Module, device: torch.device, later: Collection[str] = ()) -> None:
-    """Buffers that lowering made itself (constants of the graph) hold their values already: they only move."""
+    """Move the constants of the graph to ``device``. Raises PlanError for a tensor on meta that is not in ``later``."""
     for owner in module.modules():
         for name, value in owner._buffers.items():
             if value is not None and not value.is_meta:
@@ -232,7 +232,7 @@ Runs = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
 
 class OwnParameters(Mapping[str, Tensor]):
-    """This rank's part of each parameter, by name; ``opened`` brings one here when it is asked for."""
+    """This rank's part of each parameter, by name. ``opened``: called with a name before its tensor is read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], opened: Opens) -> None:
         self._tensors, self._opened = tensors, opened
@@ -255,29 +255,29 @@ def collect(
     groups: Groups,
     kept: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Full tensors on the CPU of rank 0, in the model's order and under all names; ``{}`` elsewhere.
+    """Return full tensors on the CPU of rank 0, in the model's order and under all names; ``{}`` on other ranks.
 
-    ``own``: this rank's shards by name. ``dtypes``: the dtype to send of each row; of rows without one, those that are
-    ``kept``. Every rank calls it with the same dtypes.
+    ``own``: this rank's shards by name. ``dtypes``: the dtype to send of each row; rows without one are taken from
+    ``kept``. All ranks must call it with the same dtypes.
     """
-    found = {}
+    tensors = {}
     for row in plan.parameters:
         tensor = whole(row, own, dtypes[row.name], groups) if row.name in dtypes else (kept or {}).get(row.name)
         if tensor is not None:
-            found |= dict.fromkeys((row.name, *row.aliases), tensor)
-    return found
+            tensors |= dict.fromkeys((row.name, *row.aliases), tensor)
+    return tensors
 
 
 def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, groups: Groups) -> Tensor | None:
-    """The full tensor of one row on the CPU of rank 0, None elsewhere."""
+    """Return the full tensor of one row on the CPU of rank 0, None on other ranks."""
     target = torch.empty(row.shape, dtype=dtype, device="cpu" if groups.rank == 0 else "meta")
     fetch(row, own, Box.whole(row.shape), target, groups)
     return target if groups.rank == 0 else None
 
 
 def fetch(row: ParameterPlan, own: Mapping[str, Tensor], box: Box, target: Tensor, groups: Groups) -> None:
-    """Copy ``box`` of one row to ``target`` on rank 0. Every rank calls it for the same boxes, in one order."""
-    own.get(row.name)  # on every rank that has a part of it: it may be shared by several, which have to bring it here
+    """Copy ``box`` of one row to ``target`` on rank 0. All ranks must call it for the same boxes in one order."""
+    own.get(row.name)  # on every rank that has a part: ranks that shard it have to gather it together
     runs = {rank: runs_in(part, row.shape, box) for rank, part in senders_of(row, groups.mesh).items()}
     if groups.rank == 0:
         _receive({rank: of_rank for rank, of_rank in runs.items() if of_rank}, row, own, target, groups)
@@ -291,7 +291,7 @@ def fetch(row: ParameterPlan, own: Mapping[str, Tensor], box: Box, target: Tenso
 def _receive(
     runs: Mapping[int, Runs], row: ParameterPlan, own: Mapping[str, Tensor], target: Tensor, groups: Groups
 ) -> None:
-    """On rank 0: all receives are posted, then awaited."""
+    """Receive the runs on rank 0: post all receives, then wait for them."""
     others = [rank for rank in runs if rank != 0]
     sizes = {rank: [target[place].numel() for _, place in of_rank] for rank, of_rank in runs.items()}
     parts = {rank: torch.empty(sum(sizes[rank]), dtype=target.dtype) for rank in others}
@@ -306,7 +306,7 @@ def _receive(
 
 
 def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
-    """The first rank that holds each part, with the part: all tp coordinates, or those of experts (etp and ep)."""
+    """Return rank → part of the first rank that holds each part: for all tp coordinates, or those of etp and ep."""
     pp, axis, expert = mesh.pp_rank_of(min(row.stages)), row.axis, row.expert
     cuts = range(mesh.size(axis) if row.dim is not None else 1)
     if expert is None:
@@ -318,7 +318,7 @@ def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
 
 
 def runs_in(part: Part, shape: Sequence[int], box: Box) -> Runs:
-    """The elements of ``box`` that a part of a tensor of ``shape`` has: slices of the part, and of the box."""
+    """Return the elements of ``box`` in a part of a tensor of ``shape``, as slices of the part and of the box."""
     found: Runs = []
     for whole, local in pieces(part.ranges):
         start, stop, shift = list(box.start), list(box.stop), [0] * len(shape)

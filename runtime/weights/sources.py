@@ -1,19 +1,19 @@
-"""Sources of full tensors: the user's model, or fresh values if it is on the meta device.
+"""Sources of full tensors: the user's model, or fresh values for parameters on the meta device.
 
-With ``initialization.method: normal`` these; with ``model`` the draws of the model's own methods. A model that was
-built with ``values_later`` has the values of its construction, whatever the method.
+Fresh values are drawn by the model's own methods with ``initialization.method: model``, and with ``normal`` as below. A
+model that was built with ``values_later`` has the values of its construction with either method.
 
 N(0, std)                                  matrices
 N(0, std / sqrt(number of residual writes))    matrices that write into the residual
 1, 0                                       scales of norms, biases
 
-Fresh normal values, drawn in blocks: each rank draws the blocks that its shard is in, on several threads.
+Normal values are drawn in blocks: each rank draws the blocks of its shard, on several threads.
 
     flat tensor    | block 0 | block 1 | … | block n |      64 Ki elements each, the last one shorter
     block b        N(0, std) from a generator of (seed, name, b)
 
-So a value depends on the seed, the name, the shape and its place alone: not on the layout, the number of threads or the
-device. Drawn in float32 whatever the dtype: precisions start from the same weights.
+A value depends only on the seed, the name, the shape and its position, not on the layout, the number of threads or the
+device. Values are drawn in float32 for any dtype, so that all precisions start from the same weights.
 """
 
 import hashlib
@@ -39,11 +39,10 @@ BLOCK = 1 << 16
 
 
 class ModelWeights:
-    """Full tensors by the user's dotted names: the values that the module holds; subclasses make those of parameters on
-    meta.
+    """Full tensors by dotted name: the values of the module; subclasses make those of parameters on meta.
 
-    ``is_fresh``: this parameter has no values of its own, ``parameter`` would make some; ``rows`` makes those of some
-    rows alone. Raises PlanError for a tensor on meta that cannot be recreated.
+    ``is_fresh``: the parameter has no values, so that ``parameter`` makes them; ``rows`` makes only some rows. Raises
+    PlanError for a tensor on meta that cannot be made.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +53,7 @@ class ModelWeights:
         return self._parameters[fqn].is_meta
 
     def release(self) -> None:
-        """Release the user's model: full weights must not outlive the copying of shards."""
+        """Release the user's model, so that full weights are freed once shards are copied."""
         self._model, self._parameters = None, {}
 
     def parameter(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,7 +61,7 @@ class ModelWeights:
         return self.made(fqn, shape, dtype) if held is None or held.is_meta else held.detach()
 
     def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The fresh values of a parameter on the meta device."""
+        """Make the values of a parameter on the meta device."""
         raise PlanError(
             f"parameter {fqn} has no values: the model was built on the meta device",
             fix="build buffers on a real device (parameters may stay on meta), or load weights with "
@@ -78,7 +77,7 @@ class ModelWeights:
 
 
 class OwnWeights(ModelWeights):
-    """Fresh weights by the model's own methods; these keep the model, and run when fresh values are needed."""
+    """Fresh weights by the model's own methods, which keep the model, and run when values are needed."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__(model)
@@ -89,9 +88,9 @@ class OwnWeights(ModelWeights):
 
 
 class RecordedWeights(ModelWeights):
-    """The values that the model's construction would have drawn, made one parameter at a time.
+    """The values of the model's construction, made one parameter at a time.
 
-    ``recorded`` also knows the values of a wrapped base, which its files hold, and those that come of such values.
+    ``recorded`` also knows the values of a wrapped base, which are in its files, and those computed from them.
     """
 
     def __init__(self, model: nn.Module, recorded: RecordedValues) -> None:
@@ -102,7 +101,7 @@ class RecordedWeights(ModelWeights):
         return self.recorded.value(fqn)
 
     def is_of_base(self, fqn: str) -> bool:
-        """Whether it is a tensor of the wrapped base, unchanged: its files hold it."""
+        """Return whether a parameter is an unchanged tensor of the wrapped base, which is in its files."""
         return fqn in self.recorded and self.recorded.is_of_base(fqn)
 
     def waits_for_base(self, fqn: str) -> bool:
@@ -110,10 +109,10 @@ class RecordedWeights(ModelWeights):
 
 
 class WeightsToLoad(ModelWeights):
-    """No values: those of a plan that was loaded without its model, until an engine loads some."""
+    """The weights of a plan that was loaded without its model: none, until an engine loads some."""
 
     def made(self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        what = f"parameter {fqn} has no values: a loaded plan does not hold the code that draws those of your model"
+        what = f"parameter {fqn} has no values: a loaded plan lacks the code that draws the values of your model"
         fix = "set method: normal, load weights (MODEL hf:DIR, or load_pretrained), or resume a save"
         raise PlanError(what, where="initialization.method", fix=fix)
 
@@ -143,7 +142,7 @@ class InitialWeights(ModelWeights):
 
 
 def weight_source(plan: Plan, spec: Spec) -> ModelWeights:
-    """The weights of the model that was planned, fresh ones if it is on meta. Raises PlanError if it is gone."""
+    """Return the weights of the planned model, fresh ones if it is on meta. Raises PlanError if it was released."""
     decisions, model = plan.to_run()[0], plan.model
     if model is None:
         raise PlanError(
@@ -174,7 +173,7 @@ def normal(
     rows: tuple[int, int] | None = None,
     num_threads: int | None = None,
 ) -> Tensor:
-    """The full tensor [shape], or its ``rows`` (half open) along dim 0, on the CPU."""
+    """Draw the full tensor [shape], or its ``rows`` (half open) along dim 0, on the CPU."""
     size, row = prod(shape), prod(shape[1:])
     start, stop = (0, size) if rows is None else (rows[0] * row, rows[1] * row)
     drawn = torch.empty(stop - start, dtype=dtype)
@@ -202,5 +201,5 @@ def normal(
 
 
 def blocks_of(start: int, stop: int) -> range:
-    """The blocks that hold the elements from ``start`` to before ``stop``."""
+    """Return the blocks of the elements [``start``, ``stop``)."""
     return range(start // BLOCK, -(-stop // BLOCK)) if stop > start else range(0)

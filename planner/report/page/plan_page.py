@@ -10,9 +10,10 @@ from itertools import pairwise
 
 from passes.errors import PlanError
 from planner.cluster.cluster import Cluster, read_cluster
-from planner.cluster.links import EXPERT_AXES, level_between, outermost
+from planner.cluster.links import level_between, outermost
 from planner.cost.layout import PARTS
 from planner.cost.planned import usable_bytes
+from planner.mesh import EXPERT_AXES
 from planner.pipeline.simulate import simulate
 from planner.report.of_ranks import MEMORY_PARTS, words
 from planner.report.page.engine import render, tables_of

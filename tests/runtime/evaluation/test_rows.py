@@ -47,7 +47,7 @@ def test_the_first_window_scores_all_and_the_last_ends_with_the_text() -> None:
     [
         (1, 2, "text holds 1 tokens, too few to predict one"),
         (0, 2, "text holds 0 tokens"),
-        (9, 6, "a window predicts 5 tokens, a stride of 6 would skip some"),
+        (9, 6, "a window predicts 5 tokens, so that a stride of 6 would skip some"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(num: int, stride: int, what: str) -> None:

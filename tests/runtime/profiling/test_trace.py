@@ -298,12 +298,12 @@ def test_a_number_of_steps_after_the_first_of_the_run_or_steps_by_their_numbers(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no steps"),
-        ("three", "names no steps"),
-        ("1:2:3", "names no steps"),
-        ("-3", "names no steps"),
-        ("²", "names no steps"),
-        ("9" * 30, "names no steps"),
+        ("", "is not a number or range of steps"),
+        ("three", "is not a number or range of steps"),
+        ("1:2:3", "is not a number or range of steps"),
+        ("-3", "is not a number or range of steps"),
+        ("²", "is not a number or range of steps"),
+        ("9" * 30, "is not a number or range of steps"),
         ("0", "not a range of steps"),
         ("0:3", "not a range of steps"),
         ("4:3", "not a range of steps"),
