@@ -105,7 +105,7 @@ class Mesh:
         return stage // self.pp
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages of a pp rank, chunk by chunk."""
+        """Return the stages of a pp rank, chunk by chunk."""
         return folds.stages_of(pp_rank, self.pp, self.pp * self.vpp, self.fold)
 
     @property
@@ -124,7 +124,7 @@ class Mesh:
         return SHARD if self.replica > 1 else self.data_axis
 
     def size(self, axis: str) -> int:
-        """The size of an axis by its name: tp, cp, dp, pp, etp, ep, edp; or of several, as dp-cp."""
+        """Return the size of an axis (tp, cp, dp, pp, etp, ep, edp), or of several, such as dp-cp."""
         return math.prod(getattr(self, name) for name in axis.split("-"))
 
     def place(self, rank: int) -> dict[str, int]:

@@ -231,7 +231,7 @@ def _on_all_ranks(asked: Asked, num_ranks: int | None) -> Any:
     if world_size == 1:
         return run_rank(asked, made)
     with shared(made.plan) as file:
-        del made  # with the model: each rank builds its own
+        del made  # and its model: each rank builds its own
         return launch(run_rank, world_size, replace(asked, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
 
 

@@ -28,7 +28,7 @@ from runtime.fuzz.specs import Choices, Facts, Options
 
 VERSION = 5
 _FIX = "give a file that the same command wrote"
-_NO_PART = ("cluster", "devices", "data")  # of a step
+_NO_PART = ("cluster", "devices", "data")  # keys that do not change a step
 _OF_DRAWN_MODELS = {
     "tensor_parallel.overrides": ("none",),
     "optimizer.groups": ("none",),

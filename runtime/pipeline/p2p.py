@@ -238,7 +238,7 @@ class Waits:
         self._is_new = False
 
     def begin(self) -> None:
-        """A run begins."""
+        """Note the start of a run."""
         self.latest = []
         self._start = None if self.is_alone or not self.marks.can_be_set() else self.marks.now()
 
@@ -247,12 +247,12 @@ class Waits:
         return None if self._start is None else self.marks.now()
 
     def note(self, message: Message | None, start: Mark | None) -> None:
-        """A wait that began at ``start`` is over."""
+        """Note the end of a wait that began at ``start``."""
         if start is not None:
             self.latest.append(Wait(message, start, self.marks.now()))
 
     def end(self) -> None:
-        """The run is over."""
+        """Note the end of the run."""
         if self._start is not None:
             self._runs.append(_Run(self._start, self.marks.now(), self.latest))
             self._start, self._is_new = None, True

@@ -86,7 +86,7 @@ def compare_memory(
         found = [memory_of_rank(*given, made=made)]
     else:
         with shared(made.plan) as file:
-            del made  # with the model: each rank builds its own
+            del made  # and its model: each rank builds its own
             found = launch(memory_of_rank, world_size, *given, file, timeout_seconds=timeout_seconds)
     compared = tuple(row for rank in found for row in rank.rows)
     return MemoryReport(compared, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))

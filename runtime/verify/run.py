@@ -127,7 +127,7 @@ def verify(
     assert made.model is not None
     untouched.check(made.model)
     with shared(decided) as file:
-        del made, decided  # with the model: each rank builds its own
+        del made, decided  # and its model: each rank builds its own
         return _launched(replace(job, planned=file), world_size, timeout_seconds)
 
 

@@ -24,7 +24,7 @@ from planner.mesh import Mesh
 from planner.pipeline.schedule import SchedulePlan, build_schedule
 from planner.saved_plan.model import ModelOwner
 from planner.sharding.boxes import Part
-from planner.sharding.buffers import buffers_of_rank
+from planner.sharding.buffers import BufferOptions, buffers_of_rank
 from planner.sharding.parameters import ParameterPlan
 from planner.sharding.shards import Shards
 from planner.spec.spec import Spec
@@ -199,7 +199,7 @@ def _shards(model: Model, mesh: Mesh, spec: Spec) -> Shards:
     num_stages, buffers = mesh.pp * mesh.vpp, []
     for pp_rank in range(mesh.pp):
         held = [p for stage in range(pp_rank, num_stages, mesh.pp) for p in _parameters(model, stage, num_stages)]
-        buffers += buffers_of_rank(pp_rank, held, spec.optimizer, {"dp": mesh.dp})
+        buffers += buffers_of_rank(pp_rank, held, BufferOptions(spec.optimizer, {"dp": mesh.dp}))
     return Shards((), (), tuple(buffers), ())
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from passes.parameters import LocalParameter
 from passes.types.types import I
-from planner.sharding.buffers import buffers_of_rank
+from planner.sharding.buffers import BufferOptions, buffers_of_rank
 from planner.spec.optimizer import OptimizerSpec
 from runtime.optimizer.zero1 import DistributedOptimizer
 from tests.tools.ranks import Ranks
@@ -63,7 +63,7 @@ def optimizer_of(parameters, options, gradients=None, groups=None):
     """An optimizer over the buffers that the planner lays out for these parameters."""
     shared = {axis: (groups or {}).get(axis) for axis in ("dp", "edp")}
     sizes = {axis: dist.get_world_size(group) if group is not None else 1 for axis, group in shared.items()}
-    planned = buffers_of_rank(0, [local for local, _ in parameters], options, sizes, gradients)
+    planned = buffers_of_rank(0, [local for local, _ in parameters], BufferOptions(options, sizes, gradients))
     return DistributedOptimizer(parameters, planned, options, groups=groups)
 
 

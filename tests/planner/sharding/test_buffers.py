@@ -12,7 +12,7 @@ from passes.partition.type_changes import sent_type
 from passes.program.program import BoundaryPlan
 from passes.types.types import I, P, R, V
 from planner import Plan
-from planner.sharding.buffers import Buffer, buffers_of_rank
+from planner.sharding.buffers import Buffer, BufferOptions, buffers_of_rank
 from planner.sharding.residency import Moves, Residency
 from planner.sharding.shards import boundary
 from planner.spec.optimizer import OptimizerSpec
@@ -42,7 +42,7 @@ def test_one_buffer_for_each_dtype_and_each_set_of_sums():
         held("f", requires_grad=False),
         held("a"),
     ]
-    buffers = buffers_of_rank(0, given_parameters, OptimizerSpec(), {"dp": 2})
+    buffers = buffers_of_rank(0, given_parameters, BufferOptions(OptimizerSpec(), {"dp": 2}))
     assert names(buffers) == [["a", "d"], ["b"], ["c"], ["e"]]
     assert [b.partial_over for b in buffers] == [(), (), ("tp",), ("embedding",)]
     assert buffers[3].tied_stages == (0, 1)
@@ -63,14 +63,16 @@ def test_one_buffer_for_each_dtype_and_each_set_of_sums():
     ],
 )
 def test_gradients_are_as_asked_else_of_their_parameters_but_float32_at_least(dtypes, asked, expected):
-    buffers = buffers_of_rank(0, [held(str(i), d) for i, d in enumerate(dtypes)], OptimizerSpec(), {"dp": 1}, asked)
+    buffers = buffers_of_rank(
+        0, [held(str(i), d) for i, d in enumerate(dtypes)], BufferOptions(OptimizerSpec(), {"dp": 1}, asked)
+    )
     assert [b.gradient_dtype for b in buffers] == expected
     assert [b.main_dtype for b in buffers] == [DOUBLE if d == DOUBLE else SINGLE for d in dtypes]
 
 
 def test_a_frozen_parameter_of_half_precision_changes_no_gradient():
     (buffer,) = buffers_of_rank(
-        0, [held("a", DOUBLE), held("b", HALF, requires_grad=False)], OptimizerSpec(), {"dp": 1}
+        0, [held("a", DOUBLE), held("b", HALF, requires_grad=False)], BufferOptions(OptimizerSpec(), {"dp": 1})
     )
     assert buffer.gradient_dtype == DOUBLE
 
@@ -78,7 +80,9 @@ def test_a_frozen_parameter_of_half_precision_changes_no_gradient():
 @given(st.permutations("abcde"), st.permutations("abcde"))
 def test_stages_that_list_tied_weights_in_another_order_lay_them_out_alike(first, second):
     layouts = [
-        buffers_of_rank(rank, [held(n, tied_stages=(0, 1)) for n in order], OptimizerSpec(), {"dp": 2})[0].layout
+        buffers_of_rank(rank, [held(n, tied_stages=(0, 1)) for n in order], BufferOptions(OptimizerSpec(), {"dp": 2}))[
+            0
+        ].layout
         for rank, order in enumerate((first, second))
     ]
     assert layouts[0] == layouts[1]
@@ -94,7 +98,7 @@ def test_a_tied_weight_has_equal_buffers_on_both_of_its_stages():
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_only_zero_1_cuts_and_aligns(zero):
-    (buffer,) = buffers_of_rank(0, [held("a"), held("b")], OptimizerSpec(zero=zero), {"dp": 4})
+    (buffer,) = buffers_of_rank(0, [held("a"), held("b")], BufferOptions(OptimizerSpec(zero=zero), {"dp": 4}))
     assert buffer.layout.num_ranks == (4 if zero else 1)
     assert buffer.layout.num_elements == (128 if zero else 16)
 
@@ -104,10 +108,10 @@ def test_only_zero_1_cuts_and_aligns(zero):
     [(SINGLE, None, 8), (DOUBLE, None, 16), (HALF, None, 12), (HALF, "bfloat16", 16)],
 )
 def test_the_optimizer_keeps_two_moments_and_copies_of_what_is_less_precise(dtype, gradients, bytes_an_element):
-    (buffer,) = buffers_of_rank(0, [held("a", dtype)], OptimizerSpec(zero=0), {"dp": 1}, gradients)
+    (buffer,) = buffers_of_rank(0, [held("a", dtype)], BufferOptions(OptimizerSpec(zero=0), {"dp": 1}, gradients))
     assert buffer.optimizer_bytes == bytes_an_element * 8
     averaged = OptimizerSpec(zero=0, ema=0.9)
-    (buffer,) = buffers_of_rank(0, [held("a", dtype)], averaged, {"dp": 1}, gradients)
+    (buffer,) = buffers_of_rank(0, [held("a", dtype)], BufferOptions(averaged, {"dp": 1}, gradients))
     assert buffer.optimizer_bytes == (bytes_an_element + buffer.main_dtype.itemsize) * 8
 
 

@@ -9,7 +9,7 @@ from passes.parameters import LocalParameter
 from passes.types.conversions import CollectivePlan
 from passes.types.types import I, Placement, R, Segment, V
 from planner.mesh import Mesh
-from planner.sharding.buffers import Buffer, buffers_of_rank
+from planner.sharding.buffers import Buffer, BufferOptions, buffers_of_rank
 from planner.sharding.shards import step_collectives, sums_of
 from planner.spec.optimizer import OptimizerSpec
 
@@ -19,7 +19,8 @@ NORM_OF_4 = ("all_reduce", "world", 8 * (3 + 5 * 4))
 
 
 def buffers(zero: Literal[0, 1], dp: int, *held: LocalParameter, gradients: str | None = None) -> tuple[Buffer, ...]:
-    return buffers_of_rank(0, held, OptimizerSpec(zero=zero, alignment="none"), {"dp": dp}, gradients)
+    options = BufferOptions(OptimizerSpec(zero=zero, alignment="none"), {"dp": dp}, gradients)
+    return buffers_of_rank(0, held, options)
 
 
 def weight(name: str = "w", placement: Placement = CUT, dtype: torch.dtype = torch.float32, **rest):
