@@ -97,8 +97,9 @@ def _opened_here(program: Program, layer: ExpertLayer, layers: list[ExpertLayer]
         opened = to_rows(program, layer, layers)
     except PlanError as error:
         erase_unread(program.graph.graph, [node for node in nodes if node not in before])
-        for node in (node for node in nodes if before[node] is None):
+        for node, domain in before.items():
             node.meta.pop("domain", None)
+            node.meta |= {} if domain is None else {"domain": domain}
         return replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
     for node in nodes:
         if (domain := domain_of(node)) is not None:

@@ -1,14 +1,20 @@
 """A plan says which layers hold experts, and that they are cut as other matrices are."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from passes.moe.domain import axis_of
+from passes.moe.find import find_experts
+from passes.moe.open import open_experts
 from planner import plan
+from planner.mesh import Mesh
 from tests.models import experts, stacked_experts
 from tests.models.adapted_experts import LowRank, adapted
+from tests.tools.expert_programs import captured
 from tests.tools.simulated_mesh import equals_one_process
 
 
@@ -56,6 +62,19 @@ def test_a_dense_layer_has_no_row():
 FEW_CHOSEN = {"num_experts": 8, "top_k": 2}
 
 
+def of(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return experts.Net(layer()).double()
+
+    return make
+
+
+def batch_of(rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.randint(experts.VOCABULARY, (rows, 12), generator=generator) for n in ("input_ids", "labels")}
+
+
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.parametrize(
     "made",
@@ -67,13 +86,7 @@ FEW_CHOSEN = {"num_experts": 8, "top_k": 2}
     ids=["biased", "adapted", "copied"],
 )
 def test_stacks_compute_the_rows_that_chose_them(made: Any, mesh: dict[str, int]):
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        return experts.Net(made()).double()
-
-    generator = torch.Generator().manual_seed(1)
-    batch = {n: torch.randint(experts.VOCABULARY, (4, 12), generator=generator) for n in ("input_ids", "labels")}
-    (layer,) = equals_one_process(make, batch, mesh).plan.experts
+    (layer,) = equals_one_process(of(made), batch_of(4), mesh).plan.experts
     assert layer.how == "the rows that chose it"
 
 
@@ -85,3 +98,25 @@ def test_stacks_that_are_not_opened_say_why():
         "each of the 8 experts computes every token, 4× the work: "
         "the result of one token of one expert depends on others"
     )
+
+
+class Twice(nn.Module):
+    """Stacks that two routers share; the second reads them so that the results of experts are mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = stacked_experts.Stacks(stacked_experts.biased, **FEW_CHOSEN)
+        self.gate, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        probs, chosen = self.gate(self.norm(x)).softmax(-1).topk(2, -1)
+        return x + stacked_experts.over_experts(self.first, self.norm(x), probs, chosen)
+
+
+def test_a_layer_that_is_not_opened_leaves_the_marks_of_others():
+    ran = equals_one_process(of(Twice), batch_of(4), {"tp": 2})
+    assert [row.how for row in ran.plan.experts] == ["the rows that chose it", "every token, weighted"]
+    program, _ = captured(of(Twice), batch_of(4))
+    open_experts(program, find_experts(program), Mesh())
+    assert {axis_of(node) for node in program.graph.graph.nodes} == {"tp"}
