@@ -14,6 +14,7 @@ and their bounds are in ``Weights``. One block of each kind is decided; copies f
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,15 @@ def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
     """The cheapest options. ``edges``: "reader:position" → the values that feed it."""
     if max(candidates.sizes.values()) == 1 and (whole := _all_whole(candidates)) is not None:
         return Solution(whole)
-    return _Program(candidates, costs, edges, weights).solve()
+    for most in (weights.reshard, inf):  # no cost is negative: what costs more than all of an answer is no part of it
+        found = _Program(candidates, costs, edges, weights, most).solve()
+        if found is not None and found.cost < most:
+            return found
+    raise PlanError(
+        "no way to shard the model satisfies every constraint",
+        where="tensor_parallel.overrides",
+        fix="remove an override, or use tp: 1",
+    )
 
 
 def _all_whole(candidates: Candidates) -> dict[str, Option] | None:
@@ -115,10 +124,17 @@ def _all_whole(candidates: Candidates) -> dict[str, Option] | None:
 
 
 class _Program:
-    """Owns the integer program under construction."""
+    """Owns the integer program under construction. ``most``: conversions and options that cost as much are left out."""
 
-    def __init__(self, candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> None:
-        self.candidates, self.costs, self.edges, self.weights = candidates, costs, edges, weights
+    def __init__(
+        self,
+        candidates: Candidates,
+        costs: Costs,
+        edges: Mapping[str, list[Edge]],
+        weights: Weights,
+        most: float = inf,
+    ) -> None:
+        self.candidates, self.costs, self.edges, self.weights, self.most = candidates, costs, edges, weights, most
         self.objective: list[float] = []
         self.integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
@@ -126,12 +142,15 @@ class _Program:
         self.z: dict[tuple[Edge, Placement, Placement, bool], int] = {}
         self.num_readers = Counter(edge for found in edges.values() for edge in found)
 
-    def solve(self) -> Solution:
+    def solve(self) -> Solution | None:
+        """None if nothing satisfies every constraint."""
         for node in self.candidates.nodes:
             self._choose(node)
         for node in self.candidates.nodes:
             self._read(node)
         answer = self._run()
+        if answer is None:
+            return None
         options = {n.name: self._chosen(n, answer) for n in self.candidates.nodes}
         return Solution(options, float(np.dot(self.objective, answer)))
 
@@ -192,7 +211,7 @@ class _Program:
     def _converted(self, edge: Edge, before: Placement, after: Placement, picks: bool) -> int | None:
         """A flow variable of one reader; with several readers, its cost is that of the conversion that they share."""
         cost = self._conversion_cost(edge.value, before, after, picks, edge.times)
-        if cost is None:
+        if cost is None or cost >= self.most:
             return None
         if before == after or self.num_readers[edge] == 1:
             return self._variable(cost, False)
@@ -228,7 +247,7 @@ class _Program:
         kept = self.weights.whole * size if is_made_whole else 0.0  # of a cut one its readers keep the cut
         return (detour + moved + kept + (1e-6 if found.name else 0.0)) * times
 
-    def _run(self) -> np.ndarray:
+    def _run(self) -> np.ndarray | None:
         # here, not above: a rank with nothing to decide saves the 36 MiB of SciPy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
@@ -242,15 +261,9 @@ class _Program:
             np.array(self.objective),
             constraints=constraints,
             integrality=np.array(self.integral),
-            bounds=Bounds(0, 1),
+            bounds=Bounds(0, np.where(np.array(self.objective) < self.most, 1, 0)),  # pyright: ignore[reportArgumentType]
             options={"mip_rel_gap": 0.0, "time_limit": 120.0},
         )
-        if result.x is None:
-            raise PlanError(
-                "no way to shard the model satisfies every constraint",
-                where="tensor_parallel.overrides",
-                fix="remove an override, or use tp: 1",
-            )
         return result.x
 
     def _chosen(self, node: fx.Node, answer: np.ndarray) -> Option:
