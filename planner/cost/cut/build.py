@@ -20,6 +20,7 @@ from passes.pieces import Piece
 from passes.program.ops.aten import value_bytes
 from passes.program.ops.sequence import over_data
 from passes.program.walks import readers, walk
+from passes.types.conversions import ALL_GATHER
 from planner.cost.cut.fused import fuse, with_fused_saves
 from planner.cost.cut.ops import OpsOf, puts_aside
 from planner.cost.cut.parts import Homes, Parts, Scaled, Units, following
@@ -136,9 +137,10 @@ class Builder:
             if puts_aside(trace, call):
                 self._side(units, "weights").ops.update(of.of_held)
             for sent in sent_of_call(self.decisions, call):
-                meanwhile = of.of_held if sent.phase == "backward" and call.changed is not None else ()
+                meanwhile = of.of_value if sent.kind == ALL_GATHER else of.of_held
                 side = forward if sent.phase == "forward" else backward
-                side.messages[self._message(sent, call, meanwhile)] += 1
+                overlaps = sent.phase == "backward" and call.changed is not None
+                side.messages[self._message(sent, call, meanwhile if overlaps else ())] += 1
 
     def _added(
         self, trace: StageTrace, ops: OpsOf, call: TraceCall, reading: dict[int, list[int | None]], piece: int | None
@@ -166,7 +168,7 @@ class Builder:
             side.messages.update(self._message(sent, call, ()) for sent in messages)
 
     def _message(self, sent: Sent, call: TraceCall, beside: tuple[Op, ...]) -> Message:
-        """``beside``: the products that make gradients of weights meanwhile."""
+        """``beside``: the products that the rank computes meanwhile."""
         is_routed = sent.axis in BY_ROUTING
         size = Size.of(sent.bytes, self.micro, follows=call.name in self.follows or is_routed)
         if is_routed and call.node.target in meeting.MOVING:

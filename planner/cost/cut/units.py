@@ -8,6 +8,7 @@ Equal units are one object, so that each is computed once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -87,6 +88,11 @@ class CallOps:
     forward: tuple[Op, ...] = ()
     backward: tuple[Op, ...] = ()
     of_held: tuple[Op, ...] = ()
+
+    @property
+    def of_value(self) -> tuple[Op, ...]:
+        """The products of the backward that make the gradient of its first operand."""
+        return tuple(op for op in (Counter(self.backward) - Counter(self.of_held)).elements() if op.sides is not None)
 
 
 def together(parts: Iterable[CallOps]) -> CallOps:

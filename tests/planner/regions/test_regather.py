@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from passes.types.types import R
 from planner import Plan
+from planner.cost.planned import cut_work
+from planner.spec.spec import Spec
 from planner.tables.parameters import gathered_values
 from planner.trace.lowered import Lowered
 from tests.tools.captures import plan_again
@@ -94,3 +96,17 @@ def test_linears_of_one_region_are_gathered_for_inside_of_it(scope):
     made = planned(Model(), cuda_graphs={"impl": "emulate", "scope": scope})
     assert gathers(made) == [True] * 3
     assert not any(placement == R for region in made.regions for _, placement in region.outputs)
+
+
+def test_in_the_backward_the_gather_overlaps_the_gradient_of_the_value_and_its_sum_those_of_the_weights():
+    plan = planned(Model())
+    work = cut_work(*plan.to_run(), Spec.load(plan.spec), ("none",))
+    beside = {
+        (message.kind, op.sides)
+        for unit in work.units
+        for message, _ in unit.work.backward.messages
+        for op in message.beside
+        if op.sides
+    }
+    of_values = {("all_gather", (1, LENGTH, WIDTH, features)) for features in (16, 32)}
+    assert beside == of_values | {("reduce_scatter", (1, WIDTH, features, LENGTH)) for features in (16, 32)}
