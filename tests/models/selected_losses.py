@@ -76,6 +76,19 @@ def _adaptive(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return out.mean()
 
 
+def _sizes_compared(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    """PyTorch asks whether both have as many rows. The mask fills another tensor, and is not written itself."""
+    bias = torch.zeros_like(z[..., 0]).masked_fill_(y < CLASSES, 0.5)
+    return F.l1_loss((z[..., 0] + bias)[y < CLASSES], y[y < CLASSES].to(z.dtype))
+
+
+def _written(m: Any, z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    y = y.clone()
+    first = z[y < CLASSES][:, 0]
+    y.view(-1).add_(1)
+    return F.mse_loss(first, y[y < CLASSES].to(z.dtype))
+
+
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "cross entropy": lambda m, z, y, mask: F.cross_entropy(z[mask], y[mask]),
     "smoothed": lambda m, z, y, mask: F.cross_entropy(z[mask], y[mask], label_smoothing=0.1),
@@ -94,7 +107,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
         -torch.take_along_dim(z[mask].log_softmax(-1), y[mask][:, None], 1).mean()
     ),
     "a mask twice": lambda m, z, y, mask: (z[mask] - F.one_hot(y[y < CLASSES], VOCABULARY)).square().mean(),
-    "sizes compared": lambda m, z, y, mask: F.l1_loss(z[y < CLASSES][:, 0], y[y < CLASSES].to(z.dtype)),
+    "sizes compared": _sizes_compared,
     "classes weighted": lambda m, z, y, mask: (z[mask].logsumexp(-1) * m.balance[y[mask]]).mean(),
     "embedded": lambda m, z, y, mask: F.mse_loss(z[mask][:, :WIDTH], m.tokens(y[mask])),
     "margins": lambda m, z, y, mask: F.multi_margin_loss(z[mask], y[mask]),
@@ -128,6 +141,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Tensor], str]] 
     ),
     "of two masks": (lambda m, z, y, mask: (z[mask] - z[y < 3]).mean(), "depends on data"),
     "one more": (lambda m, z, y, mask: z[mask].sum() / (y[mask].numel() + 1), "depends on data"),
+    "written between": (_written, "data-dependent"),
     "a number of Python": (lambda m, z, y, mask: z[mask].sum() / len(y[mask]), "data-dependent"),
     "another if it is empty": (
         lambda m, z, y, mask: F.cross_entropy(z[mask], y[mask]) if mask.any() else z.sum() * 0,

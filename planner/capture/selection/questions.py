@@ -163,9 +163,8 @@ class Questions:
         is_alone = question.func in (sympy.Eq, sympy.Ne) and all(side.is_Symbol for side in question.args)
         if not is_alone or len(masks) != 2 or self._keys(masks[0]) != self._keys(masks[1]):
             return None
-        if any(is_mutable(user.target) for n in walk(masks, operands) for user in n.users):
-            return None  # between both, perhaps
-        return question.func is sympy.Eq
+        written = {_storage(n.args[0]) for n in masks[0].graph.nodes if is_mutable(n.target)}  # between both, perhaps
+        return None if written & set(map(_storage, walk(masks, operands))) else question.func is sympy.Eq
 
     def _maker(self, graph: fx.Graph, symbol: Any) -> fx.Node | None:
         new: list[fx.Node] = []
@@ -206,6 +205,12 @@ def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tup
         return (root_of(read), at) if at is not None and is_count(read) else None
     mask, at = _selecting(node), _sign(question, symbol)
     return (root_of(mask), at) if at is not None and mask is not None else None
+
+
+def _storage(node: Any) -> int | None:
+    """The memory that a value shares with its views; None of a value that is no tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _selecting(node: fx.Node) -> fx.Node | None:
