@@ -210,7 +210,7 @@ mul_35 -> linear_13 -> getitem_23, mul_36 -> sum_3
 1 [4, 64, 32] experts 0 width 1
 1 [4, 32, 32] experts 0 width 2
 llama4: 2 x 4 experts, 1 a token, every token, weighted, 0
-mul_11 -> linear_4 -> getitem_6, sigmoid -> sum_1
+mul_9 -> linear_4 -> getitem_6, sigmoid -> sum_1
 1 [4, 32, 128] experts 0 width 2
 1 [4, 64, 32] experts 0 width 1
 """,
