@@ -32,7 +32,7 @@ META = {
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
     "asked": "of a mask: by which number a branch asked whether it selects anything, while the model is exported",
-    "custom": "marks of autocast regions, while the model is exported",
+    "custom": "marks of regions (autocast, no_grad), while the model is exported",
     "state": "of a call in the recording of a forward: the modes that it ran under",
     "nn_module_stack": "modules that computed it, as recorded by torch.export",
     "stack_trace": "source lines that computed it, as recorded by torch.export",
@@ -122,13 +122,17 @@ class Program:
 
 def copied(program: Program) -> Program:
     """The full program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        if env[node].name != node.name:  # setting it is dear
-            env[node].name = node.name
-    return program_of(program, graph)
+    return program_of(program, copied_graph(program.graph.graph)[0])
+
+
+def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """The same calls under the same names; each node with its copy."""
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = made.node_copy(node, copies.__getitem__)
+        if copies[node].name != node.name:  # setting it is dear
+            copies[node].name = node.name
+    return made, copies
 
 
 def program_of(program: Program, graph: fx.Graph) -> Program:

@@ -17,7 +17,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
-from passes.program.ops.aten import arguments, aten, draws, is_mutable, permutation, written_by
+from passes.program.ops.aten import arguments, aten, draws, is_mutable, nodes_in, permutation, written_by
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME, SPLITS
 from passes.program.source_lines import where_of
 from planner.capture.data_dependence import shape_of_data
@@ -192,6 +192,12 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if not isinstance(seen, Tensor) or is_batchedtensor(seen) or is_batchedtensor(value):  # within torch.vmap
         return None
     return source if seen.untyped_storage()._cdata == value.untyped_storage()._cdata else None  # pyright: ignore
+
+
+def written_to(node: fx.Node) -> list[fx.Node]:
+    """The values that a call writes into."""
+    given = arguments(node) if is_write(node) else {}
+    return [n for name, value in given.items() if name in written_by(node.target) for n in nodes_in(value)]
 
 
 def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -1,85 +1,42 @@
-"""Regions without gradients (``torch.no_grad()``): their calls stand in line, and read values through ``detach``.
+"""Calls without gradients (``torch.no_grad()``) read values through ``detach``.
 
-    exported                                             flat, marked               stopped
-    wrap_with_set_grad_enabled(False, body, h)           mul(h, 2)  no_grad         mul(detach(h), 2)
-        body(x): mul(x, 2)
+    marked                   stopped
+    mul(h, 2)  no_grad       mul(detach(h), 2)
 
-Export gives a region a graph of its own; PyTorch's decompositions would put it in line without a stop. A flat graph is
-compared with recorded calls, one by one, while it is marked; all that comes later sees ``detach`` alone.
+A graph is compared with recorded calls, one by one, while it is marked; all that comes later sees ``detach`` alone.
 """
 
 import copy
-from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
 from passes.errors import PlanError
-from passes.program.ops.aten import arguments, aten, has_floats, nodes_in, written_by
+from passes.program.ops.aten import aten, has_floats
 from passes.program.ops.groups import FILLED
-from passes.program.program import Unwritten
+from passes.program.program import Unwritten, copied_graph
 from passes.program.source_lines import origin_of, where_of
-from planner.capture.functional import viewed
+from planner.capture.functional import viewed, written_to
+from planner.capture.gradients.autocast import NO_GRAD, mark_of
 
-NO_GRAD = "no_grad"  # the mark
 
-
-def copied_export(exported: ExportedProgram) -> tuple[ExportedProgram, dict[fx.Node, Any]]:
-    """``exported`` with a flat graph of its own, marked; each node with its copy."""
-    made, graph, copies, parts = copy.copy(exported), fx.Graph(), dict[fx.Node, Any](), dict[str, Any]()
-    _copy(exported.graph_module, graph, copies, parts)
-    made._graph_module = Unwritten(parts, graph)
+def copied_export(exported: ExportedProgram) -> tuple[ExportedProgram, dict[fx.Node, fx.Node]]:
+    """``exported`` with a graph of its own; each node with its copy."""
+    made, (graph, copies) = copy.copy(exported), copied_graph(exported.graph)
+    made._graph_module = Unwritten(exported.graph_module, graph)
     return made, copies
 
 
-def _copy(module: fx.GraphModule, graph: fx.Graph, copies: dict[fx.Node, Any], parts: dict[str, Any]) -> None:
-    """All nodes that have no copy yet, under the same names. ``parts``: gets the attributes that they read."""
-    for node in module.graph.nodes:
-        if _is_region(node):
-            copies[node] = _in_line(module, node, graph, copies, parts)
-        elif node.target is getitem and _is_region(node.args[0]):
-            copies[node] = copies[node.args[0]][node.args[1]]
-        elif node not in copies and not any(map(_is_region, node.users if node.op == "get_attr" else ())):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].name = node.name
-            if node.op == "get_attr":
-                parts[str(node.target)] = getattr(module, str(node.target))
-
-
-def _in_line(
-    module: fx.GraphModule, region: fx.Node, graph: fx.Graph, copies: dict[fx.Node, Any], parts: dict[str, Any]
-) -> Any:
-    """Copy the calls of a region; returns its results."""
-    args: Any = region.args
-    has_gradients, body, *operands = args
-    inner = getattr(module, str(body.target))
-    output = inner.graph.output_node()
-    given = fx.map_arg(tuple(operands), copies.__getitem__)
-    copies.update(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
-    copies[output] = None
-    before = len(graph.nodes)
-    _copy(inner, graph, copies, parts)
-    for made in list(graph.nodes)[before:] if not has_gradients else ():
-        made.meta[NO_GRAD] = True
-    return fx.map_arg(output.args[0], copies.__getitem__)
-
-
-def _is_region(node: Any) -> bool:
-    target: Any = node.target if isinstance(node, fx.Node) else None
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "wrap_with_set_grad_enabled"
-
-
 def stop_gradients(graph: fx.Graph) -> None:
-    """Marked calls read values that have a gradient through ``detach``; the marks go.
+    """Marked calls read values that have a gradient through ``detach``.
 
     Raises PlanError at a write that autograd does not see, into memory of a value with a gradient: in one process the
     gradient passes as if nothing had been written.
     """
     memory = _Memory()
     for node in list(graph.nodes):
-        for value in node.all_input_nodes if node.meta.pop(NO_GRAD, False) else ():
+        for value in node.all_input_nodes if mark_of(node, NO_GRAD) else ():
             if memory.has_gradient(value) and not (_changes_layout(node) and value is node.args[0]):
                 with graph.inserting_before(node):
                     stop = graph.call_function(aten.detach.default, (value,))
@@ -112,7 +69,7 @@ class _Memory:
             gives = value.requires_grad
         if gives and source is None:
             self._filled.add(node)
-        for target in _written(node):
+        for target in () if _changes_layout(node) else written_to(node):
             self._write(node, target, gives)
 
     def _write(self, node: fx.Node, target: fx.Node, gives: bool) -> None:
@@ -131,9 +88,3 @@ class _Memory:
 def _changes_layout(node: fx.Node) -> bool:
     """Whether a call changes its first operand itself, and none of its elements: ``t_``, ``unsqueeze_``, ``set_``."""
     return torch.Tag.inplace_view in getattr(node.target, "tags", ())
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The values with elements that a call overwrites."""
-    given = {} if node.op != "call_function" or _changes_layout(node) else arguments(node)
-    return [n for name in written_by(node.target) for n in nodes_in(given.get(name))]

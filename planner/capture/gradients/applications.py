@@ -93,13 +93,8 @@ class Application:
     where: Where
 
     @classmethod
-    def of(cls, function: type[Function], args: tuple[Any, ...], where: Where, *, inner: bool) -> Application:
-        """``inner``: within the forward of another Function, in which no tensor shows that it needs a gradient."""
-
-        def shape(tensor: Tensor) -> Shape:
-            return Shape.of(tensor, tensor.requires_grad or (inner and has_gradient(tensor.dtype)))
-
-        return cls(function, pytree.tree_map_only(Tensor, shape, args), where)
+    def of(cls, function: type[Function], args: tuple[Any, ...], where: Where) -> Application:
+        return cls(function, pytree.tree_map_only(Tensor, lambda x: Shape.of(x, x.requires_grad), args), where)
 
     @property
     def shapes(self) -> list[Shape]:

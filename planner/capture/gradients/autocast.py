@@ -1,12 +1,12 @@
-"""Regions of torch.autocast in a forward: the casts that autocast makes become ops of the graph.
+"""Regions of a forward, of torch.autocast and without gradients, are marks on its ops; casts become ops of the graph.
 
     with torch.autocast("cpu", dtype=torch.bfloat16):        linear(to(x, bf16), to(w, bf16), to(b, bf16))
         y = linear(x, w, b)
 
-While a forward is exported each op is marked with its region; the region itself is not recorded, so
-no_grad and other regions inside of it are unchanged. Afterwards each marked op runs on fake tensors under autocast,
-which shows the arguments that it casts. A composite op with parts that cast is written out. A region of another device
-does nothing to a model on the CPU: the plan reports it.
+While a forward is exported each op is marked with its regions; the regions are not recorded, since export would give
+each a graph of its own. Afterwards each op of an autocast region runs on fake tensors under autocast, which shows the
+arguments that it casts. A composite op with parts that cast is written out. A region of another device does nothing to
+a model on the CPU: the plan reports it. What no_grad means for a marked op: planner.capture.regions.
 
 Needs:   an export under ``Regions``.
 Leaves:  a graph that gives the same values without autocast.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, make_fx
 from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,53 +31,58 @@ from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import called_by_user
 
 aten = torch.ops.aten
-MARK = "autocast"  # in the ``custom`` metadata of a node, which an export keeps
+AUTOCAST, NO_GRAD = "autocast", "no_grad"  # marks, in the ``custom`` metadata of a node, which an export keeps
+
+
+def mark_of(node: fx.Node, mark: str) -> Any:
+    """The region that the call was recorded in, or whether it was; None if it was not."""
+    return (node.meta.get("custom") or {}).get(mark)
 
 
 class Regions:
-    """Marks ops that are recorded within a region, and remembers the line that entered each.
+    """Marks ops that are recorded within a region, and remembers the line that entered each of autocast.
 
-    ``entered``: those that compute in another precision; ``idle``: those of other devices.
+    ``entered``: those that compute in another precision; ``idle``: those of other devices. ``stops``: whether the ops
+    that are recorded now have no gradients. It is not what PyTorch says, which turns them off within a Function too.
     """
 
     def __init__(self, here: Callable[[], Where], elsewhere: Callable[[], bool]) -> None:
         self.entered: dict[tuple[Autocast, Where], None] = {}
         self.idle: dict[tuple[str, Where], None] = {}
+        self.stops = False
         self._here, self._elsewhere = here, elsewhere
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """(owner, name, replacement while a forward is exported)."""
-        enter, leave, init = torch.autocast.__enter__, torch.autocast.__exit__, torch.autocast.__init__
-        create = TracerBase.create_node
+        enter, init, create = torch.autocast.__enter__, torch.autocast.__init__, TracerBase.create_node
+        recorded = PreDispatchTorchFunctionMode.__torch_function__
 
         def made(region: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             init(region, device_type, *args, **kwargs)
             region._asked = kwargs.get("enabled", args[1] if len(args) > 1 else True)
 
         def entered(region: Any) -> Any:
-            if self._elsewhere():
-                return enter(region)
-            if called_by_user(also="autocast_mode.py"):  # that calls a decorated function
+            if called_by_user(also="autocast_mode.py") and not self._elsewhere():  # that calls a decorated function
                 self._note(region)
-            with torch._C.DisableTorchFunction():  # under which autocast does not record itself
-                return enter(region)
+            return enter(region)
 
-        def left(region: Any, *error: Any) -> Any:
-            if self._elsewhere():
-                return leave(region, *error)
-            with torch._C.DisableTorchFunction():
-                return leave(region, *error)
+        def unrecorded(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch._C._set_grad_enabled:
+                self.stops = not args[0]
+                return func(*args)
+            is_autocast = func in (torch.amp._enter_autocast, torch.amp._exit_autocast)  # which have run
+            return None if is_autocast else recorded(mode, func, types, args, kwargs)
 
         def created(tracer: Any, *args: Any, **kwargs: Any) -> Any:
             node = create(tracer, *args, **kwargs)
-            region = None if self._elsewhere() else autocast_now()
-            if region is not None:
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: region}
+            marks = {AUTOCAST: autocast_now(), NO_GRAD: self.stops}
+            if any(marks.values()) and not self._elsewhere():
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), **marks}
             return node
 
         yield torch.autocast, "__init__", made
         yield torch.autocast, "__enter__", entered
-        yield torch.autocast, "__exit__", left
+        yield PreDispatchTorchFunctionMode, "__torch_function__", unrecorded
         yield TracerBase, "create_node", created
 
     def _note(self, region: Any) -> None:
@@ -112,7 +117,7 @@ def autocast_now() -> Autocast | None:
 def write_casts(graph: fx.Graph) -> None:
     """Put the casts of every marked op into the graph. Raises PlanError if they cannot be determined."""
     for node in list(graph.nodes):
-        region = (node.meta.get("custom") or {}).get(MARK)
+        region = mark_of(node, AUTOCAST)
         if region is not None and isinstance(node.target, torch._ops.OpOverload):
             _Call(graph, node, region).write()
 

@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError, Where
 from passes.program.known_values import is_made_of
-from passes.program.ops.aten import arguments
 from passes.program.source_lines import where_of, where_of_definition
 from passes.program.walks import ancestors
+from planner.capture.functional import viewed, written_to
 from planner.capture.model.exchange import storage_of
 
 WRITE_FIX = "compute a new value in the forward (`w = self.weight * c`), or change the weight outside the forward"
@@ -74,16 +74,11 @@ def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str
 
 def _writes(graph: fx.Graph, names: Mapping[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
     """(node that writes, the parameter's name)."""
-    of: dict[Any, str] = dict(names)
+    owners: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        given = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
-        for argument in node.target._schema.arguments if given else ():
-            value = given.get(argument.name)
-            if argument.alias_info is None or not isinstance(value, fx.Node) or value not in of:
-                continue
-            if argument.alias_info.is_write:
-                yield node, of[value]
-            of[node] = of[value]
+        source = viewed(node)
+        owners[node] = node if source is None else owners[source]
+        yield from ((node, names[owners[n]]) for n in written_to(node) if owners[n] in names)
 
 
 def notes_of_writes(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms
 from torch.autograd import graph as saved_graph
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.errors import PlanError, Where
@@ -35,7 +36,7 @@ from planner.capture.gradients.applications import Application
 from planner.capture.gradients.autocast import Regions
 from planner.capture.gradients.custom_functions import CustomFunctions
 from planner.capture.gradients.parameters import HOOK_FIX, WRITE_FIX, FrozenMeanwhile, watched_cast
-from planner.capture.gradients.trials import is_of_torch
+from planner.capture.gradients.trials import forward_alone, is_of_torch
 from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import CallSites, called_by_user
 
@@ -58,7 +59,6 @@ class PythonGradients:
         self._frozen = FrozenMeanwhile(self._refuse_training)
         self.asked_at: Where | None = None  # the line of a gradient inside the forward
         self._is_over = False
-        self._depth = 0
         self._data_slot: Any = Tensor.data
         self._grad_slot: Any = Tensor.grad
         self._training_slot: Any = Tensor.requires_grad
@@ -131,17 +131,14 @@ class PythonGradients:
             return original(*args, **kwargs)
         if function is CheckpointFunction:
             return self._checkpoint(args[0], args[2:])
-        # Inside another Function gradients are off, but those of the outer one are derived through this one.
-        if (torch.is_grad_enabled() or self._depth) and not kwargs and not is_of_torch(function):
-            use = Application.of(function, args, self._sites.here(), inner=self._depth > 0)
-            call = self.functions.kept_as_call(use, args)
-            if call is not None:
-                return record(call, tensors_in(args))
-        self._depth += 1
-        try:
+        if kwargs or is_of_torch(function):
             return original(*args, **kwargs)
-        finally:
-            self._depth -= 1
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors_in(args)):
+            # no gradient passes, whatever its forward reads beside its arguments
+            stopped: Any = lambda x: x.detach() if x.requires_grad else x  # noqa: E731
+            return pytree.tree_map_only(Tensor, stopped, forward_alone(function, args))
+        call = self.functions.kept_as_call(Application.of(function, args, self._sites.here()), args)
+        return forward_alone(function, args) if call is None else record(call, tensors_in(args))
 
     def _checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if any(isinstance(a, Tensor) and a.requires_grad for a in args):

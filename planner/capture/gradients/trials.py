@@ -251,8 +251,6 @@ def is_of_torch(function: type[Function]) -> bool:
 
 def is_derived(use: Application) -> bool | None:
     """None if that is unknown: the Function does not run by itself, or gives nothing finite."""
-    if not any(shape.requires_grad for shape in use.shapes):
-        return True
     return use.first(MANY_ELEMENTS_OF_A_FORWARD, _agree_on_samples)
 
 
@@ -273,7 +271,7 @@ def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
     """
     with on_the_side(), LowestPrecision() as seen:
         own = _gradients(use, use.function.apply, sample)
-        derived = _gradients(use, lambda *args: _forward_alone(use.function, args), sample)
+        derived = _gradients(use, lambda *args: forward_alone(use.function, args), sample)
     tolerance = sample.tolerance if seen.dtype == torch.float64 else COARSE.get(seen.dtype, 0.5)
     compared = None
     for a, b in zip(own, derived, strict=True):
@@ -295,7 +293,8 @@ def _gradients(use: Application, run: Callable[..., Any], sample: Sample) -> lis
     return [torch.zeros_like(v) if g is None else g for v, g in zip(asked, found, strict=True)]
 
 
-def _forward_alone(function: type[Function], args: tuple[Any, ...]) -> Any:
+def forward_alone(function: type[Function], args: tuple[Any, ...]) -> Any:
+    """The ops of its forward, without its backward."""
     if function.setup_context is not Function.setup_context:
         return function.forward(*args)
     return function.forward(_Context(args), *args)

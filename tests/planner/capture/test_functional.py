@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.functional import drop_detach_of_literals, is_write, make_functional
-from planner.capture.regions import copied_export, stop_gradients
+from planner.capture.gradients.python_side import PythonGradients
+from planner.capture.regions import stop_gradients
 
 
 def column(x: Tensor, w: Tensor) -> Tensor:
@@ -140,7 +141,8 @@ def gradients(out: Tensor, *leaves: Tensor) -> list[Tensor]:
 def test_writes_become_values_with_the_same_gradients(forward: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    exported, _ = copied_export(torch.export.export(Of(forward), (x, w), strict=False))
+    with PythonGradients(model := Of(forward)).watched():
+        exported = torch.export.export(model, (x, w), strict=False)
     module = exported.graph_module
     drop_detach_of_literals(module.graph)
     stop_gradients(module.graph)

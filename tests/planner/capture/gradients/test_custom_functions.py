@@ -176,6 +176,35 @@ class Outer(Function):
         return grads[0]
 
 
+class RegionInside(Function):
+    """Leaves a region in which PyTorch records gradients, within code for which it does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        with torch.enable_grad():
+            halved = x / 2
+        return halved.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (x / 2).cos() / 2
+
+
+class ReadsAWeight(Function):
+    """Beside its arguments, none of which has a gradient: so the weight gets none here."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, module: nn.Linear) -> Tensor:
+        with torch.enable_grad():
+            return module.weight[ids]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 BOUND_EARLY = SquaredRelu.apply
 
 DERIVED: dict[str, Body] = {
@@ -185,7 +214,10 @@ DERIVED: dict[str, Body] = {
     "in float32": lambda model, x: x + InFloat32.apply(model.up(x)),
     "in place": lambda model, x: Doubled.apply(model.up(x)),
     "factor 1": lambda model, x: Scaled.apply(model.up(x), 1.0),
-    "without gradients": lambda model, x: x + _without_gradients(x),
+    "without gradients": lambda model, x: x + _stopped(Rounded, x),
+    "of no gradient": lambda model, x: model.up(x) + ReadsAWeight.apply(torch.arange(x.shape[1]), model.up),
+    "in no_grad": lambda model, x: model.up(x) + _stopped(ReadsAWeight, torch.arange(x.shape[1]), model.up),
+    "a region inside": lambda model, x: _between_regions(model, x),
 }
 
 OWN: dict[str, tuple[Body, str]] = {
@@ -198,9 +230,16 @@ OWN: dict[str, tuple[Body, str]] = {
 }
 
 
-def _without_gradients(x: Tensor) -> Tensor:
+def _stopped(function: type[Function], *args: Any) -> Tensor:
     with torch.no_grad():
-        return Rounded.apply(x)
+        return function.apply(*args)
+
+
+def _between_regions(model: OneBody, x: Tensor) -> Tensor:
+    y = model.up(RegionInside.apply(model.up(x)))
+    with torch.no_grad():
+        scale = x.abs().mean()
+    return x + y * scale
 
 
 @pytest.mark.thorough
