@@ -49,14 +49,9 @@ def lines_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(line for _, line in frames_of(node))
 
 
-def where_of_line(file: str, line: int, module: str = "") -> Where:
-    """A source line, of the forward of ``module``."""
-    return Where(module, file, line, linecache.getline(file, line).strip())
-
-
 def where_of_frame(code: CodeType, line: int, module: str = "") -> Where:
     """The source line of a frame that ran ``code``."""
-    return where_of_line(code.co_filename, line, module)
+    return Where(module, code.co_filename, line, linecache.getline(code.co_filename, line).strip())
 
 
 def code_of(function: Any) -> CodeType | None:

@@ -75,7 +75,7 @@ class Forward:
     mode: FakeTensorMode
 
     def watch(self) -> ForwardWatch:
-        return ForwardWatch(self.model, self.exchange, self.mode)
+        return ForwardWatch(self.model, self.kwargs, self.exchange, self.mode)
 
     def recorder(self) -> CallRecorder:
         return CallRecorder(self.model, self.kwargs, self.mode)
@@ -121,9 +121,9 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
         if is_known:
             return Traced(exported, [], [], asked, [], gradient=gradients.asked_at)
         with PythonGradients(forward.model, gradients).watched():
-            quietly(lambda: watch.refuse_draws(forward.kwargs))
+            quietly(watch.refuse_draws)
             if not _are_alike(forward, watch, [FurtherCall(forward.mode), FurtherCall(forward.mode)]):
-                quietly(lambda: watch.call_again(forward.kwargs))
+                quietly(watch.call_again)
             if watch.is_unknown:
                 watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
@@ -139,7 +139,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
             watch.note_reads()
         watch.refuse_changing()
         with PythonGradients(forward.model, gradients).watched():
-            quietly(lambda: watch.refuse_schedules(forward.kwargs))
+            quietly(watch.refuse_schedules)
     made = Traced(exported, [*gradients.notes], [*gradients.regions.told(), *watch.remarks], asked, others)
     made.gradient, made.first = gradients.asked_at, first
     return made
@@ -178,16 +178,20 @@ def _recorded(forward: Forward, watch: ForwardWatch) -> Recording | None:
     """Of one call, which is compared with no other; None if it did not end."""
     recorder = forward.recorder()
     with quietness(), forward.questions(Assumptions()).answered():
-        watch.run(forward.kwargs, recorder)
+        watch.run(recorder)
     return recorder.found
 
 
 def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) -> bool:
-    """Whether further calls in export's modes end, and compute the same as those before. If not, they do not count: a
-    branch may have asked for more than they can answer.
+    """Whether further calls in export's modes end, and compute the same as those before. If not, and a branch asked for
+    data, they do not count: it may have got another answer.
     """
-    with quietness(), forward.questions(Assumptions()).answered():
-        return watch.calls_alike(forward.kwargs, calls)
+    questions = forward.questions(Assumptions())
+    with quietness(), questions.answered():
+        are_alike = watch.calls_alike(calls)
+    if not are_alike and questions.were_answered:
+        watch.forget_calls()
+    return are_alike
 
 
 def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: bool) -> Traced | None:

@@ -8,6 +8,7 @@
 Source lines of captured nodes are in passes.program.source_lines.
 """
 
+import os
 import re
 import sys
 import traceback
@@ -24,6 +25,7 @@ from passes.interceptors import installed
 from passes.program.source_lines import code_of, is_foreign_frame, where_of_frame
 from planner.capture.own_loss import Combined, parts_of
 
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _FRAMES_FILTER = "_filter_traceback_frames"
 _SLICED = re.compile(r"\.slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)\.(\d+)")
 
@@ -79,19 +81,23 @@ def called_by_user(also: str = "") -> bool:
     return not is_foreign_frame(file) or bool(also and file.endswith(also))
 
 
-def line_that_changes(read: Callable[[], Any], run: Callable[[], Any]) -> Where | None:
-    """The first line during ``run`` after which ``read`` gives something else; None if there is none."""
-    found: list[tuple[Any, int]] = []
-    last: list[tuple[Any, int]] = []
-    before = read()
+def is_of_python(frame: FrameType) -> bool:
+    """Whether a frame is in Python's own library: a log record has a time, which is unrelated to the forward."""
+    return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename
+
+
+def line_that_changes(has_changed: Callable[[], bool], run: Callable[[], Any], module: str) -> Where | None:
+    """The first line during ``run`` after which something ``has_changed``, of ``module``; None if there is none."""
+    found, last = list[tuple[CodeType, int]](), dict[FrameType, int]()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if found or is_foreign_frame(frame.f_code.co_filename):
+        if found or is_foreign_frame(frame.f_code.co_filename) or is_of_python(frame):
             return None
-        if last and read() != before:
-            found.append(last[0])
+        if has_changed():
+            of = next((f for f, _ in traceback.walk_stack(frame) if f in last), frame)  # which calls, if this is new
+            found.append((of.f_code, last.get(of, of.f_lineno)))
             return None
-        last[:] = [(frame.f_code, frame.f_lineno)]
+        last[frame] = frame.f_lineno
         return trace
 
     outer = sys.gettrace()
@@ -100,7 +106,7 @@ def line_that_changes(read: Callable[[], Any], run: Callable[[], Any]) -> Where 
         run()
     finally:
         sys.settrace(outer)
-    return where_of_frame(*found[0]) if found else None
+    return where_of_frame(*found[0], module) if found else None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,9 @@ from passes.interceptors import by_identity, installed
 from passes.program.known_values import known_answer
 from planner.capture.model.exchange import python_generators_kept
 from planner.capture.python.modules import own_modules
-from planner.capture.user_lines import CallSites, called_by_user
+from planner.capture.user_lines import CallSites, called_by_user, is_of_python
 
 FIX = "use torch.rand(()) or F.dropout, which draw new numbers in each step; or draw outside the forward"
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 TIME = "the time"
 UNIT = ("random", "rand", "random_sample", "ranf", "sample", "uniform")  # give a number from [0, 1) if asked for one
@@ -93,7 +92,7 @@ class PythonDraws:
         @functools.wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
-            if not called_by_user() or _is_of_python(sys._getframe(1)):
+            if not called_by_user() or is_of_python(sys._getframe(1)):
                 return value
             is_unit = name in UNIT and isinstance(value, float) and not kwargs and args in ((), (0, 1), (0.0, 1.0))
             if not is_unit:
@@ -111,7 +110,7 @@ class PythonDraws:
         @functools.wraps(original)
         def asked(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
-            if called_by_user() and not _is_of_python(sys._getframe(1)):
+            if called_by_user() and not is_of_python(sys._getframe(1)):
                 self.doubts.append((what, self._sites.here()))
                 if isinstance(value, uuid.UUID):
                     object.__setattr__(value, "int", Identifier(value.int, lambda: self._refuse(original.__name__)))
@@ -209,11 +208,6 @@ class Identifier(_Refused, int):
 
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _USED
     __lt__ = __le__ = __gt__ = __ge__ = __divmod__ = to_bytes = bit_length = bit_count = _USED
-
-
-def _is_of_python(frame: FrameType) -> bool:
-    """Whether a frame is in Python's own library: a log record has a time, which is unrelated to the forward."""
-    return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename
 
 
 # ---- seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say

@@ -14,9 +14,7 @@ second capture is made, and if that differs too, the forward depends on earlier 
 
 from __future__ import annotations
 
-import inspect
 import random
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -28,14 +26,12 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from passes.errors import Where
-from passes.program.source_lines import where_of_line
 from planner.capture.model.exchange import tensors_in
 from planner.capture.python.modules import content_of, own_modules, users_modules
 
 FAR = 1_000_003  # a prime: every count modulo something small changes
 MORE = 10  # further calls for a list that grows
-NEAR = (*range(2, 11), 99, 999)  # further calls at which a schedule may turn
+NEAR = (*range(1, 11), 99, 999)  # further calls at which a schedule may turn
 MOST = 4096  # entries of a container that are looked at
 _MACHINERY = {n for n in vars(nn.Module()) if n != "training"}
 _MISSING = object()
@@ -57,7 +53,6 @@ class Holder:
     read: Callable[[], dict[Any, Any]]
     write: Callable[[dict[Any, Any]], None]
     before: dict[Any, Any] = field(default_factory=dict)
-    versions: dict[Any, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,9 +86,9 @@ class Change:
         return _counts(self.before, self.after)
 
     @property
-    def where(self) -> Where:
-        name = self.holder.name or str(self.key)
-        return _line_of(self.holder.module, self.holder.owner, name.partition("[")[0].rpartition(".")[2])
+    def is_made(self) -> bool:
+        """Whether the value is another than before, now."""
+        return not _same(self.before, self.holder.read().get(self.key, _MISSING))
 
 
 class PythonState:
@@ -103,7 +98,6 @@ class PythonState:
         self._holders = list(_Walk(model).holders())
         for holder in self._holders:
             holder.before = holder.read()
-            holder.versions = {k: v._version for k, v in holder.before.items() if isinstance(v, Tensor)}
         held = [(k, v) for module in model.modules() for k, v in vars(module).items() if k in _MACHINERY]
         self._hooks = [(table, set(table)) for name, table in held if "_hooks" in name and isinstance(table, dict)]
 
@@ -312,18 +306,3 @@ def _replace(held: Any, put: Callable[[list[Any]], None], values: Iterable[Any])
 
 def _is_torchs(name: str) -> bool:
     return name.partition(".")[0] in ("torch", "builtins")
-
-
-def _line_of(module: nn.Module | None, path: str, name: str) -> Where:
-    """The line of the module's forward (or class) that writes ``name``, as far as its source shows."""
-    if module is None:
-        return Where(path)
-    writes = re.compile(rf"\b{re.escape(name)}\b\s*([-+*/|]?=[^=]|\.\w+\(|\[)")
-    for source in (type(module).forward, type(module)):
-        with suppress(Exception):
-            written = inspect.unwrap(source)
-            file = inspect.getsourcefile(written) or ""
-            for number, line in enumerate(*inspect.getsourcelines(written)):
-                if writes.search(line):
-                    return where_of_line(file, number, path)
-    return Where(path)

@@ -8,6 +8,7 @@ Python's random numbers and clocks (planner.capture.python.draws), and the model
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ STATE_FIX = "a plan is the same for every step: pass changing values as inputs o
 
 
 class ForwardWatch:
-    """Owns the snapshot of the model's Python state before its forward. ``remarks``: for the user, with lines."""
+    """Owns the snapshot of the model's Python state before its forward, which is of ``kwargs``. ``remarks``: for the
+    user, with lines.
+    """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, mode: FakeTensorMode) -> None:
+    def __init__(self, model: nn.Module, kwargs: Mapping[str, Any], exchange: Exchange, mode: FakeTensorMode) -> None:
         self.remarks: list[tuple[str, Where]] = []
-        self._model, self._exchange, self._mode = model, exchange, mode
+        self._model, self._kwargs, self._exchange, self._mode = model, kwargs, exchange, mode
         self._fixed = fixed_tensors(model)
         self._foreign = ForeignTensors(model, exchange)
         self._draws = PythonDraws(model)
@@ -106,42 +109,44 @@ class ForwardWatch:
         self._calls.append(recorder.call)
         return output
 
-    def call_again(self, kwargs: Mapping[str, Any]) -> None:
-        """After the first export: the next calls, without export. One that asks for values ends this."""
+    def call_again(self) -> None:
+        """Make further calls, without export. One that asks for values ends this."""
         for _ in range(2 if self._calls else 0):
-            self._call(kwargs)
+            self._call()
         if self._unlike(self._calls[1:]) is not None:  # export may have undone the changes of the first one
-            self._call(kwargs)
+            self._call()
         self._records = False
 
-    def calls_alike(self, kwargs: Mapping[str, Any], calls: Iterable[FurtherCall]) -> bool:
-        """Make ``calls``; whether all ended, and computed the same as those before. If not, none of them counts."""
-        before = len(self._calls)
+    def calls_alike(self, calls: Iterable[FurtherCall]) -> bool:
+        """Make ``calls``; whether all ended, and computed the same as those before."""
         for call in calls:
-            self._run(kwargs, call)
+            self._run(call)
             if not call.has_ended or self.unlike is not None:
-                del self._calls[before:]
                 return False
-        self._records = len(self._calls) == before
-        return not self._records
+        self._records = False
+        return True
 
-    def run(self, kwargs: Mapping[str, Any], call: FurtherCall) -> None:
+    def forget_calls(self) -> None:
+        """All but the first."""
+        del self._calls[1:]
+
+    def run(self, call: FurtherCall) -> None:
         """Make ``call``, which may not come to its end, and does not count among the others."""
         self._records = False
-        self._run(kwargs, call)
+        self._run(call)
 
-    def _run(self, kwargs: Mapping[str, Any], call: FurtherCall) -> None:
+    def _run(self, call: FurtherCall) -> None:
         with suppress(Exception), CertainDraws(self.check), call.running() as end:
-            end(self._model(**kwargs))
+            end(self._model(**self._kwargs))
 
     @property
     def left_nothing(self) -> bool:
         """Whether all calls computed the same, and left no state that a next one could read."""
         return bool(self._calls) and not self._changes and not self.doubts and self.unlike is None and not self.remarks
 
-    def _call(self, kwargs: Mapping[str, Any]) -> None:
+    def _call(self) -> None:
         with suppress(Exception), CertainDraws(self.check), self._mode:
-            self._model(**kwargs)
+            self._model(**self._kwargs)
 
     @property
     def unlike(self) -> Where | None:
@@ -166,18 +171,24 @@ class ForwardWatch:
                 return
         raise self._changing(self.unlike)
 
-    def refuse_draws(self, kwargs: Mapping[str, Any]) -> None:
+    def refuse_draws(self) -> None:
         """Raise PlanError if a generator of random numbers that the model holds has moved."""
         for change in self._changes:
             if change.is_a_draw:
                 raise PlanError(
                     f"the forward draws random numbers in Python ({change.what}): a plan would freeze those of the "
                     "capture",
-                    where=line_that_changes(change.holder.read, lambda: self._call(kwargs)) or change.where,
+                    where=self._line_of(change),
                     fix=DRAW_FIX,
                 )
 
-    def refuse_schedules(self, kwargs: Mapping[str, Any]) -> None:
+    def _line_of(self, change: Change) -> Where:
+        """The line that makes it, in one more call; without a line if that is none of the user's."""
+        with self.as_before():
+            owner = change.holder.owner
+            return line_that_changes(lambda: change.is_made, self._call, owner) or Where(owner)
+
+    def refuse_schedules(self) -> None:
         """Raise PlanError if a number that calls count, or a list that they fill, decides something later."""
         if not self._calls:
             return
@@ -185,22 +196,22 @@ class ForwardWatch:
         jumps = (FAR, *NEAR) if any(change.is_a_number for change in self._changes) else ()
         for by in jumps:
             with self.moved_on(by):
-                self._call_alike(kwargs, first)
+                self._call_alike(first)
         for _ in range(MORE if any(change.is_new for change in self._changes) else 0):
-            self._call_alike(kwargs, first)
+            self._call_alike(first)
         self._records = False
 
-    def _call_alike(self, kwargs: Mapping[str, Any], first: int) -> None:
-        self._call(kwargs)
+    def _call_alike(self, first: int) -> None:
+        self._call()
         where = self._unlike(self._calls[first:])
         if where is not None:
             raise self._depends(where, []) if self._changes else self._changing(where)
 
     def refuse_changing(self) -> None:
-        """Raise PlanError if even the calls after the first differ."""
-        where = self._unlike(self._calls[-2:] if self._changes else self._calls[1:])
-        if where is not None:
-            raise self._changing(where)
+        """Raise PlanError unless further calls came to rest: they may change once, as a cache is filled."""
+        turns = [(x, y) for x, y in pairwise(self._calls) if x.outputs != y.outputs]
+        if turns and (turns[1:] or turns[0][1] is self._calls[-1]):
+            raise self._changing(turns[0][1].first_other(turns[0][0]))
 
     def _changing(self, where: Where | None) -> PlanError:
         return PlanError(
@@ -313,7 +324,7 @@ class ForwardWatch:
                 f"the forward computes with {what}: a plan would freeze that of the capture", where=line, fix=STATE_FIX
             )
         names = ", ".join(dict.fromkeys(change.what for change in changed[:3]))
-        lines = *(change.where for change in changed), where, self.unlike or where
+        lines = chain(map(self._line_of, changed), (where, self.unlike or where))
         line = next((w for w in lines if w.line), where)
         return PlanError(
             f"the forward depends on Python state of earlier calls ({names}): a plan would freeze it",

@@ -49,13 +49,16 @@ NUM_DRAWS = 2
 
 
 class Questions:
-    """Owns the answers given in one export, of masks by number. ``empty``: those that were said to select no row."""
+    """Owns the answers given in one export, of masks by number. ``empty``: those that were said to select no row.
+    ``were_answered``: whether a branch asked for data, and got an answer.
+    """
 
     def __init__(self, sites: CallSites, assumed: Assumptions, answer: Answer | None = None) -> None:
         self._sites, self._assumed, self._answer = sites, assumed, answer or (lambda i: False)
         self._is_first = answer is None
         self._full = FullMasks(assumed, sites.here)
         self.asked: list[Where] = []
+        self.were_answered = False
         self.empty: set[int] = set()
         self._keys, self._numbers = Keys(), dict[str, int]()
         self._makers: dict[sympy.Symbol, fx.Node] = {}
@@ -76,6 +79,7 @@ class Questions:
                 answer = self._told(sym_node.expr)
                 if answer is None:
                     raise
+                self.were_answered = True
                 return sympy.true if answer else sympy.false
 
         def deferred(env: ShapeEnv, question: Any, *args: Any, **kwargs: Any) -> Any:

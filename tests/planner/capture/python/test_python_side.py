@@ -74,6 +74,7 @@ def plain_counter(m: Any, x: Tensor) -> Tensor:
 
 
 COUNTER, SWITCH = itertools.count(1), itertools.cycle([1.0, 2.0])
+SECOND, THIRD = (itertools.chain([1.0] * n, [2.0], itertools.repeat(1.0)) for n in (1, 2))
 NUMBERS, BYTES, ARRAY = iter([1.0, 2.0, 3.0] * 9), bytearray(1), np.zeros(1)
 KEPT_ELSEWHERE: dict[str, Any] = {"tau": 1.0, "n": 0}
 CONTEXT: ContextVar[int] = ContextVar("calls", default=0)
@@ -145,6 +146,11 @@ def between(m: Any, x: Tensor) -> Tensor:
     return x * 2 if 2 <= m.calls < 1000 else x
 
 
+def once(m: Any, x: Tensor, call: int) -> Tensor:
+    m.calls += 1
+    return x * 2 if m.calls == call else x
+
+
 def every_third_length(m: Any, x: Tensor) -> Tensor:
     m.log.append(1)
     return x * 2 if len(m.log) % 3 == 0 else x
@@ -185,6 +191,9 @@ REFUSED |= {
     "iterator": lambda m, x: x * next(COUNTER),
     "cycle": lambda m, x: x * next(SWITCH),
     "list_iterator": lambda m, x: x * next(NUMBERS),
+    "second of an iterator": lambda m, x: x * next(SECOND),
+    "third of an iterator": lambda m, x: x * next(THIRD),
+    **{f"once, call {call}": lambda m, x, call=call: once(m, x, call) for call in range(1, 7)},
 }
 
 
@@ -195,6 +204,9 @@ def test_what_changes_from_call_to_call_is_refused_with_a_line(middle: Middle) -
         plan(Model(middle), SPEC)
     assert any(file in str(error.value) for file in ("test_python_side.py", "with_state.py"))
     assert error.value.fix
+    if "state of earlier calls" in str(error.value):  # then the line that keeps it is known
+        assert error.value.where.file == __file__
+        assert any(kept in error.value.where.code for kept in (" = ", " += ", " *= ", "append"))
 
 
 def counted_only(m: Any, x: Tensor) -> Tensor:
