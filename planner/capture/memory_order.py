@@ -9,7 +9,7 @@ the result moves along axes by a number of steps. Axes are joined only where a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -123,7 +123,7 @@ def views_of(whole: Tensor, asked: Layout) -> Views | None:
     return tuple(row.made) if is_seen else None
 
 
-def seen_through(x: fx.Node, views: Views, meta: Mapping[str, Any]) -> fx.Node:
+def seen_through(x: fx.Node, views: Iterable[tuple[Any, tuple[Any, ...]]], meta: Mapping[str, Any]) -> fx.Node:
     """The last of the calls that make ``views`` of ``x``, where the graph inserts. ``meta``: of each, but its value."""
     for target, args in views:
         val = target(x.meta["val"], *args)

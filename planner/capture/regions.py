@@ -19,6 +19,7 @@ from passes.program.program import Unwritten, copied_graph
 from passes.program.source_lines import origin_of, where_of
 from planner.capture.functional import viewed, written_to
 from planner.capture.gradients.autocast import NO_GRAD, mark_of
+from planner.capture.memory_order import seen_through
 
 
 def copied_export(exported: ExportedProgram) -> tuple[ExportedProgram, dict[fx.Node, fx.Node]]:
@@ -39,8 +40,7 @@ def stop_gradients(graph: fx.Graph) -> None:
         for value in node.all_input_nodes if mark_of(node, NO_GRAD) else ():
             if memory.has_gradient(value) and not (_changes_layout(node) and value is node.args[0]):
                 with graph.inserting_before(node):
-                    stop = graph.call_function(aten.detach.default, (value,))
-                stop.meta = origin_of(node) | {"val": value.meta["val"].detach()}
+                    stop = seen_through(value, [(aten.detach.default, ())], origin_of(node))
                 node.replace_input_with(value, stop)
                 memory.note(stop)
         memory.note(node)

@@ -125,7 +125,7 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
             if not _are_alike(forward, watch, [FurtherCall(forward.mode), FurtherCall(forward.mode)]):
                 quietly(watch.call_again)
             if watch.is_unknown:
-                watch.settle_unknown(exported, lambda: _export(forward, watch, forward.questions(assumed)))
+                watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
             with watch.as_before(), PythonGradients(forward.model, gradients).watched():
                 others.append((again := forward.questions(assumed, answer), _export(forward, watch, again)))

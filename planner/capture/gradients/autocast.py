@@ -27,6 +27,7 @@ from passes.errors import PlanError, Where
 from passes.program.ops.aten import is_mutable
 from passes.program.ops.own_backward import Autocast
 from passes.program.source_lines import origin_of, where_of
+from planner.capture.memory_order import seen_through
 from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import called_by_user
 
@@ -161,14 +162,10 @@ class _Call:
         return seen
 
     def _cast(self, casts: dict[int, torch.dtype]) -> None:
-        values = list(self.values)
-        for position, (node, value) in enumerate(zip(self.inputs, self.values, strict=True)):
+        for node, value in zip(self.inputs, self.values, strict=True):
             if id(value) in casts:
-                dtype = casts[id(value)]
                 with self.graph.inserting_before(self.node):
-                    cast = self.graph.call_function(aten.to.dtype, (node, dtype))
-                values[position] = value.to(dtype)
-                cast.meta = origin_of(self.node) | {"val": values[position]}
+                    cast = seen_through(node, [(aten.to.dtype, (casts[id(value)],))], origin_of(self.node))
                 self.node.replace_input_with(node, cast)
         with torch.no_grad():
             args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), lambda n: n.meta["val"])

@@ -43,17 +43,14 @@ def tensors_in_scripts(modules: list[nn.Module]) -> list[tuple[Any, str, Tensor]
 @contextmanager
 def scripts_unwrapped(modules: list[nn.Module]) -> Iterator[None]:
     """Inside, methods of scripted modules are those that C++ has, as of a module that was loaded from a file."""
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+    kept = [(m, n, v) for m in modules for n, v in vars(m).items() if isinstance(v, torch.ScriptMethod)]
     try:
-        for module in modules:
-            content = vars(module)
-            for name in [n for n, value in content.items() if isinstance(value, torch.ScriptMethod)]:
-                kept.append((content, name, content[name]))
-                content[name] = module._c._get_method(name)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+        for module, name, _ in kept:
+            vars(module)[name] = module._c._get_method(name)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         yield
     finally:
-        for content, name, value in kept:
-            content[name] = value
+        for module, name, value in kept:
+            vars(module)[name] = value
 
 
 def refuse_parameters(model: nn.Module) -> None:
@@ -112,10 +109,7 @@ class Exchange:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         empty = fake(tensor, self._dtype, self._mode)
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, tensor.requires_grad)
-            empty.__dict__.update(vars(tensor))  # pyright: ignore[reportAttributeAccessIssue]
-        return empty
+        return parameter_of(empty, tensor) if isinstance(tensor, nn.Parameter) else empty
 
     def _exchange(self, tensor: Tensor, stand_in: Tensor) -> None:
         swap(tensor, stand_in)
@@ -191,6 +185,13 @@ def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Ten
         last = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         memory = torch.empty(max(last, start) + 1, dtype=cast, device="cpu")
         return memory.as_strided(tensor.shape, tensor.stride(), start)
+
+
+def parameter_of(content: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Another parameter, with the attributes of ``like``."""
+    made = nn.Parameter(content, like.requires_grad)
+    vars(made).update(vars(like))
+    return made
 
 
 def swap(a: Tensor, b: Tensor) -> None:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from passes.interceptors import installed
 from passes.program.ops.aten import written_by
-from planner.capture.model.exchange import fake, plain_tensors, swap, tensors_in
+from planner.capture.model.exchange import fake, parameter_of, plain_tensors, swap, tensors_in
 from planner.capture.model.init_log import EMPTY, BaseValue, Entry, InitLog, Window
 from planner.capture.model.meta_init import HUGE, on_registering
 from planner.capture.own_loss import model_of
@@ -136,9 +136,7 @@ class _Recorder(TorchDispatchMode):
         """Note that the values of these parameters will be known later; the Python objects stay."""
         self.log.base = _unknown
         for name, parameter in base.named_parameters():
-            stand_in = nn.Parameter(fake(parameter, None, self._fakes), parameter.requires_grad)
-            vars(stand_in).update(vars(parameter))
-            swap(parameter, stand_in)
+            swap(parameter, parameter_of(fake(parameter, None, self._fakes), parameter))
             op = BaseValue(self.log, name)
             self.log.add(Entry(op, (), {}, (self._window(parameter),), (), torch.get_default_dtype()))
 
@@ -153,9 +151,7 @@ class _Recorder(TorchDispatchMode):
         source = self.window(value)
         op, made = torch.ops.aten.clone.default, (self._window(empty),)
         self.log.add(Entry(op, (source,), {}, made, (), torch.get_default_dtype()))
-        result = nn.Parameter(empty, parameter.requires_grad)
-        vars(result).update(vars(parameter))
-        return result
+        return parameter_of(empty, parameter)
 
     def window(self, tensor: Tensor) -> Window:
         """Of a tensor of this construction, or one from elsewhere: its values are then held."""

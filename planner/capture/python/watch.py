@@ -164,13 +164,6 @@ class ForwardWatch:
         """Whether calls differ by a state that no attribute shows, and that cannot be restored."""
         return self.unlike is not None and not self._changes
 
-    def settle_unknown(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
-        """Raise PlanError unless ``again``, a later call, exports the same graph: the first may have filled a cache."""
-        with suppress(PlanError):
-            if first_difference(exported, again(), self._fixed_values()) is None:
-                return
-        raise self._changing(self.unlike)
-
     def refuse_draws(self) -> None:
         """Raise PlanError if a generator of random numbers that the model holds has moved."""
         for change in self._changes:
@@ -261,19 +254,17 @@ class ForwardWatch:
         return fake(tensor, None, self._mode)
 
     def settle(self, exported: torch.export.ExportedProgram, again: Callable[[], Any]) -> None:
-        """Raise PlanError unless ``again`` exports the same graph."""
-        read = list(dict.fromkeys(self._draws.doubts))
+        """Raise PlanError unless ``again``, a later call, exports the same graph: the first may have filled a cache."""
         try:
             differing = first_difference(exported, again(), self._fixed_values() | self._filled_buffers())
         except PlanError as error:
-            raise self._depends(error.where if isinstance(error.where, Where) else Where(), read) from error
+            raise self._unsettled(error.where if isinstance(error.where, Where) else Where()) from error
         if differing is not None:
-            raise self._depends(where_of(differing), read)
+            raise self._unsettled(where_of(differing))
 
     def note_reads(self) -> None:
         """Remark that clocks and identifiers were read, and did not matter."""
-        read = dict.fromkeys(self._draws.doubts)
-        self.remarks += [(f"the forward reads {what}: its result did not depend on it", where) for what, where in read]
+        self.remarks += [(f"the forward reads {what}: its result did not depend on it", at) for what, at in self._read]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The tensors that the forward left and that are made of constant values, while the tracer knows them."""
@@ -315,6 +306,14 @@ class ForwardWatch:
         """Buffers without a value before the forward, by name: the values that it gave them, if these are known."""
         values = {change.what: self._constant.get(id(change.after), (None, None))[1] for change in self._changes}
         return {name: value for name, value in values.items() if value is not None}
+
+    def _unsettled(self, where: Where) -> PlanError:
+        return self._changing(self.unlike) if self.is_unknown else self._depends(where, self._read)
+
+    @property
+    def _read(self) -> list[tuple[str, Where]]:
+        """Clocks and identifiers, each line once."""
+        return list(dict.fromkeys(self._draws.doubts))
 
     def _depends(self, where: Where, read: list[tuple[str, Where]]) -> PlanError:
         changed = self._doubtful or (self._changes if not read else [])

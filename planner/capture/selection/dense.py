@@ -238,7 +238,7 @@ class _Rewriter:
         if found is None or not isinstance(out, fx.Node) or not isinstance(source, fx.Node):
             return None
         space, slots = found
-        rows = self._written(node, space, self.env[source], source)
+        rows = self._written(space, self.env[source])
         adds = adds_to(node)
         if rows is None or adds is None or not slots.fit(out, space):
             raise refused(node, f"{name_of(node)} writes values other than the selected rows")
@@ -252,7 +252,7 @@ class _Rewriter:
             return self.write.added(space, out, slots, rows.addend)
         return (self.write.added if adds else self.write.replaced)(space, out, slots, rows.node)
 
-    def _written(self, node: fx.Node, space: Space, made: Any, source: fx.Node) -> Rows | None:
+    def _written(self, space: Space, made: Any) -> Rows | None:
         """The written value, with all rows; also one number for all rows."""
         if isinstance(made, Rows):
             return made if made.space is space else None
@@ -304,7 +304,7 @@ class _Rewriter:
         args = map_aggregate(tuple(node.args), lambda a: self._resolved(a, guarded))
         kwargs = map_aggregate(dict(node.kwargs), lambda a: self._resolved(a, guarded))
         made = self.write.call(node.target, *args, **kwargs)  # pyright: ignore
-        self._check(node, made, space)
+        self._check(node, made)
         dim = row_dim(value)
         rows = Rows(space, self.write.kept_small(space, made, dim) if dim is not None else made)
         return summed(node, rows, self.env)
@@ -334,7 +334,7 @@ class _Rewriter:
             return size
         return int(size.node.expr.subs({s: space.num for s, space in self.spaces.items()}))
 
-    def _check(self, node: fx.Node, made: fx.Node, space: Space) -> None:
+    def _check(self, node: fx.Node, made: fx.Node) -> None:
         for before, after in zip(tensors_in(node.meta["val"]), tensors_in(made.meta["val"]), strict=True):
             if row_dim(before) is None or [self._sized(n) for n in before.shape] != list(after.shape):
                 raise refused(node, f"{name_of(node)} mixes the selected rows")

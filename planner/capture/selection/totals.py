@@ -37,7 +37,7 @@ class Totals:
         if packet in (aten.sum, aten.mean):
             return self._sum(call, given, env) if isinstance(env[given["self"]], Rows) else None
         if packet in DIVISIONS and packet is not aten.floor_divide:
-            return self._divided(call, given, env)
+            return self._divided(given, env)
         if given.get("reduction", NONE) == NONE or is_random(call):
             return None
         if call.target in CROSS_ENTROPIES and not given["target"].meta["val"].is_floating_point():
@@ -64,7 +64,7 @@ class Totals:
         count = self._write.call(aten.sum.default, space.row_mask)
         return count if times == 1 else self._write.call(aten.mul.Tensor, count, times)
 
-    def _divided(self, call: fx.Node, given: Mapping[str, Any], env: Mapping[Any, Any]) -> fx.Node | None:
+    def _divided(self, given: Mapping[str, Any], env: Mapping[Any, Any]) -> fx.Node | None:
         """By a multiple of the number of selected rows."""
         total, number = given["self"], given["other"]
         if not (isinstance(number, fx.Node) and env[number] is COUNT and isinstance(env.get(total), fx.Node)):
