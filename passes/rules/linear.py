@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from passes.program.ops.aten import packets, tensors_of
+from passes.program.ops.aten import has_gradient, packets, tensors_of
 from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
 from passes.rules.call import Call
 
@@ -39,8 +39,7 @@ def factors(call: Call) -> Sets:
 def cast(call: Call) -> Sets:
     """Not of floats to integers, which are rounded, and to bools."""
     before, after = (next(tensors_of(n)).dtype for n in (call.operands[0], call.node))
-    is_float = after.is_floating_point or after.is_complex
-    return first(call) if is_float or not (before.is_floating_point or after == torch.bool) else ()
+    return first(call) if has_gradient(after) or not (before.is_floating_point or after == torch.bool) else ()
 
 
 def masked(call: Call) -> Sets:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from passes.program.known_values import known_result
-from planner.capture.gradients.autocast import autocast_now
+from planner.capture.gradients.regions import autocast_now
 
 
 class Recording:

@@ -15,6 +15,7 @@ Otherwise the model branches on its length, or export records more than the call
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,11 +28,11 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from passes.program.ops.aten import nodes_in
+from passes.program.program import Unwritten, copied_graph
 from planner.capture.data_dependence import calls_in
 from planner.capture.graphs_equal import fingerprint
 from planner.capture.model.exchange import has_values
 from planner.capture.recording import Recording
-from planner.capture.regions import copied_export
 
 
 class Unlike(Exception):
@@ -153,6 +154,13 @@ class FirstExport:
             ours, recorded = (its_copy.args, its_copy.kwargs), (call.args, call.kwargs)
             numbers = pytree.tree_map(lambda a, b: a if isinstance(a, fx.Node) else b, ours, recorded)
             its_copy.args, its_copy.kwargs = numbers
+
+
+def copied_export(exported: ExportedProgram) -> tuple[ExportedProgram, dict[fx.Node, fx.Node]]:
+    """``exported`` with a graph of its own; each node with its copy."""
+    made, (graph, copies) = copy.copy(exported), copied_graph(exported.graph)
+    made._graph_module = Unwritten(exported.graph_module, graph)
+    return made, copies
 
 
 def _drop_checks(graph: fx.Graph) -> None:

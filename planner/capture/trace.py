@@ -30,16 +30,15 @@ from passes.errors import PlanError, Where, first_line, message_of
 from passes.program.program import Assumption
 from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
 from planner.capture.functional import drop_detach_of_literals
-from planner.capture.gradients.autocast import write_casts
 from planner.capture.gradients.parameters import drop_writes_of_itself
 from planner.capture.gradients.python_side import PythonGradients
+from planner.capture.gradients.regions import stop_gradients, write_casts
 from planner.capture.model.exchange import Exchange, fake, global_hooks_kept
 from planner.capture.own_loss import other_inputs
 from planner.capture.python.draws import CertainDraws
 from planner.capture.python.watch import ForwardWatch
 from planner.capture.recording import CallRecorder, FurtherCall, Recording
-from planner.capture.regions import copied_export, stop_gradients
-from planner.capture.resized import Earlier, FirstExport, KeptExport, Unlike
+from planner.capture.resized import Earlier, FirstExport, KeptExport, Unlike, copied_export
 from planner.capture.selection.assumed import Assumptions
 from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.user_lines import CallSites, loss_lines, name_sliced_modules

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.ops.random_state import RandomState, drawing_from
-from passes.program.ops.aten import reads_on_host
+from passes.program.ops.aten import has_gradient, reads_on_host
 from planner.capture.model.exchange import storage_of
 from runtime.compiled.functions import recording
 
@@ -306,7 +306,7 @@ class _Reads(TorchFunctionMode):
 
 def poison(tensor: Tensor) -> None:
     """Fill freed memory with NaN, so that later reads are noticed; integers are unchanged."""
-    if tensor.is_floating_point() or tensor.is_complex():
+    if has_gradient(tensor.dtype):
         tensor.data.fill_(float("nan"))
 
 

@@ -21,6 +21,7 @@ from passes.base import StageModule, kind_of
 from passes.errors import Where
 from passes.interceptors import installed
 from passes.ops.region import run_piece, run_region
+from passes.program.ops.aten import has_gradient
 from passes.program.source_lines import module_of, where_of
 from planner.pipeline.schedule import Action
 from runtime.pipeline.executor import Executor
@@ -111,7 +112,7 @@ def worst(values: Any) -> str:
     """Return "NaN" or "infinity" if a tensor among the values holds one, else ""."""
     if isinstance(values, (list, tuple)):
         return max(map(worst, values), key=("", "infinity", "NaN").index, default="")
-    if not isinstance(values, Tensor) or not (values.is_floating_point() or values.is_complex()) or values.is_meta:
+    if not isinstance(values, Tensor) or not has_gradient(values.dtype) or values.is_meta:
         return ""
     if bool(torch.isfinite(values).all()):
         return ""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
+from passes.program.ops.aten import has_gradient
 from planner.capture.model.exchange import python_generators_kept, seed_generators
 from planner.capture.model.meta_init import initialisers
 
@@ -173,7 +174,7 @@ def _unwritten(parameter: Tensor) -> Tensor:
     """Return a value of NaN, in float32 for floating-point parameters."""
     dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
     value = torch.empty(parameter.shape, dtype=dtype)
-    return value.fill_(float("nan")) if dtype.is_floating_point or dtype.is_complex else value.zero_()
+    return value.fill_(float("nan")) if has_gradient(dtype) else value.zero_()
 
 
 def _ran(call: _Call) -> None:

@@ -26,6 +26,7 @@ from passes.errors import PlanError
 from passes.partition.type_changes import Placements
 from passes.program.ops.aten import (
     aten,
+    has_gradient,
     is_pointwise,
     named,
     packet_of,
@@ -259,6 +260,4 @@ class PlaceWriter:
 def is_integer(node: fx.Node) -> bool:
     """Also a list of integer tensors, as a split makes it."""
     tensors = list(tensors_of(node))
-    return bool(tensors) and not any(
-        v.dtype.is_floating_point or v.dtype.is_complex or v.dtype == torch.bool for v in tensors
-    )
+    return bool(tensors) and not any(has_gradient(v.dtype) or v.dtype == torch.bool for v in tensors)

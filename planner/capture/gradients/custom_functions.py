@@ -35,7 +35,7 @@ from planner.capture.gradients.applications import (
     is_plain,
     on_the_side,
 )
-from planner.capture.gradients.autocast import autocast_now
+from planner.capture.gradients.regions import autocast_now
 from planner.capture.gradients.trials import FollowsMemory, RandomBackward, facts_of, is_derived
 from planner.capture.model.eager import outside_of_the_trace
 from planner.capture.model.exchange import tensors_in

@@ -4,7 +4,7 @@
     torch.inference_mode()           torch.no_grad(), which is recorded
     x.data                           x.detach(), which is recorded
     torch.autograd.grad(…)           its result is detached, unless create_graph asks for more
-    torch.autocast                   its casts, written out afterwards (planner.capture.gradients.autocast)
+    torch.autocast                   its casts, written out afterwards (planner.capture.gradients.regions)
     self.router.to(torch.float32)    nothing, of weights that are of float32 (planner.capture.gradients.parameters)
     a Function's apply               its forward in line, or one call (planner.capture.gradients.custom_functions)
     hooks, x.detach_(), p.data = …,
@@ -33,9 +33,9 @@ from passes.errors import PlanError, Where
 from passes.interceptors import installed
 from passes.program.ops.own_backward import GradientAsked, record
 from planner.capture.gradients.applications import Application
-from planner.capture.gradients.autocast import Regions
 from planner.capture.gradients.custom_functions import CustomFunctions
 from planner.capture.gradients.parameters import HOOK_FIX, WRITE_FIX, FrozenMeanwhile, watched_cast
+from planner.capture.gradients.regions import Regions
 from planner.capture.gradients.trials import forward_alone, is_of_torch
 from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import CallSites, called_by_user

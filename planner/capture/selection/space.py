@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program.ops.aten import aten, draws, is_pointwise, is_random, named, packet_of, shape_of
+from passes.program.ops.aten import aten, draws, has_gradient, is_pointwise, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import ANDS, DIVISIONS, LAID_OUT, MOVED, MOVES, PERMUTES, RESHAPES, Ops
 from passes.program.walks import in_order
 from passes.rules.call import operands_of
@@ -275,7 +275,7 @@ def naming_places(call: fx.Node) -> list[fx.Node]:
 def is_integer(value: Any) -> bool:
     """Whether it is a tensor of integers; bools are none."""
     dtype = value.dtype if isinstance(value, torch.Tensor) else torch.bool
-    return not (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex)
+    return not (dtype == torch.bool or has_gradient(dtype))
 
 
 def _is_positive(node: Any) -> bool:

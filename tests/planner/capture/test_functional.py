@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from planner.capture.functional import drop_detach_of_literals, is_write, make_functional
 from planner.capture.gradients.python_side import PythonGradients
-from planner.capture.regions import stop_gradients
+from planner.capture.gradients.regions import stop_gradients
 
 
 def column(x: Tensor, w: Tensor) -> Tensor:

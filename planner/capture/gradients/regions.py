@@ -6,7 +6,11 @@
 While a forward is exported each op is marked with its regions; the regions are not recorded, since export would give
 each a graph of its own. Afterwards each op of an autocast region runs on fake tensors under autocast, which shows the
 arguments that it casts. A composite op with parts that cast is written out. A region of another device does nothing to
-a model on the CPU: the plan reports it. What no_grad means for a marked op: planner.capture.regions.
+a model on the CPU: the plan reports it. Ops without gradients read values through ``detach``:
+
+    with torch.no_grad(): mul(h, 2)                          mul(detach(h), 2)
+
+A graph is compared with recorded calls, one by one, while it is marked; all that comes later sees neither.
 
 Needs:   an export under ``Regions``.
 Leaves:  a graph that gives the same values without autocast.
@@ -24,14 +28,15 @@ from torch.fx.proxy import TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
-from passes.program.ops.aten import is_mutable
+from passes.program.ops.aten import aten, has_floats, is_mutable
+from passes.program.ops.groups import FILLED
 from passes.program.ops.own_backward import Autocast
 from passes.program.source_lines import origin_of, where_of
+from planner.capture.functional import viewed, written_to
 from planner.capture.memory_order import seen_through
 from planner.capture.model.exchange import tensors_in
 from planner.capture.user_lines import called_by_user
 
-aten = torch.ops.aten
 AUTOCAST, NO_GRAD = "autocast", "no_grad"  # marks, in the ``custom`` metadata of a node, which an export keeps
 
 
@@ -44,7 +49,7 @@ class Regions:
     """Marks ops that are recorded within a region, and remembers the line that entered each of autocast.
 
     ``entered``: those that compute in another precision; ``idle``: those of other devices. ``stops``: whether the ops
-    that are recorded now have no gradients. It is not what PyTorch says, which turns them off within a Function too.
+    that are recorded now have no gradients. PyTorch also turns them off within Functions of its own.
     """
 
     def __init__(self, here: Callable[[], Where], elsewhere: Callable[[], bool]) -> None:
@@ -112,7 +117,7 @@ def autocast_now() -> Autocast | None:
     return Autocast("cpu", torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
 
 
-# ---- after the export
+# ---- autocast, after the export
 
 
 def write_casts(graph: fx.Graph) -> None:
@@ -216,3 +221,67 @@ class _Observed(TorchDispatchMode):
         if func is aten._to_copy.default:
             self.casts.setdefault(id(args[0]), result.dtype)
         return result
+
+
+# ---- regions without gradients
+
+
+def stop_gradients(graph: fx.Graph) -> None:
+    """Marked calls read values that have a gradient through ``detach``.
+
+    Raises PlanError at a write that autograd does not see, into memory of a value with a gradient: in one process the
+    gradient passes as if nothing had been written.
+    """
+    memory = _Memory()
+    for node in list(graph.nodes):
+        for value in node.all_input_nodes if mark_of(node, NO_GRAD) else ():
+            if memory.has_gradient(value) and not (_changes_layout(node) and value is node.args[0]):
+                with graph.inserting_before(node):
+                    stop = seen_through(value, [(aten.detach.default, ())], origin_of(node))
+                node.replace_input_with(value, stop)
+                memory.note(stop)
+        memory.note(node)
+
+
+class _Memory:
+    """Owns the memory of each value, by the node that made it; which memory is ``filled`` with values that have a
+    gradient; and the values that are ``cut`` off from the gradient of their memory.
+    """
+
+    def __init__(self) -> None:
+        self._maker: dict[fx.Node, fx.Node] = {}
+        self._filled: set[fx.Node] = set()
+        self._cut: set[fx.Node] = set()
+
+    def has_gradient(self, value: fx.Node) -> bool:
+        return self._maker[value] in self._filled and value not in self._cut
+
+    def note(self, node: fx.Node) -> None:
+        source = viewed(node)
+        self._maker[node] = node if source is None else self._maker[source]
+        if source in self._cut or node.target is aten.detach.default:
+            self._cut.add(node)
+        gives = has_floats(node) and node.target not in FILLED and any(map(self.has_gradient, node.all_input_nodes))
+        if node.op == "placeholder" and isinstance(value := node.meta.get("val"), torch.Tensor):
+            gives = value.requires_grad
+        if gives and source is None:
+            self._filled.add(node)
+        for target in () if _changes_layout(node) else written_to(node):
+            self._write(node, target, gives)
+
+    def _write(self, node: fx.Node, target: fx.Node, gives: bool) -> None:
+        maker = self._maker[target]
+        if target in self._cut and maker.op != "placeholder" and (gives or maker in self._filled):
+            raise PlanError(
+                "the forward writes in place into a value that has a gradient, under torch.no_grad() or through "
+                ".detach(): a plan cannot keep its gradient",
+                where=where_of(node),
+                fix="write it out of place (`x = x * 2` for `x.mul_(2)`), or where autograd sees it",
+            )
+        if gives:
+            self._filled.add(maker)
+
+
+def _changes_layout(node: fx.Node) -> bool:
+    """Whether a call changes its first operand itself, and none of its elements: ``t_``, ``unsqueeze_``, ``set_``."""
+    return torch.Tag.inplace_view in getattr(node.target, "tags", ())
