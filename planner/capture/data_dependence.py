@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from passes.errors import PlanError
+from passes.errors import PlanError, Where
 from passes.program.source_lines import where_of
 from planner.capture.model.exchange import tensors_in
 
@@ -29,6 +29,11 @@ SELECTION_FIX = (
 )
 
 
+def not_captured(what: str, where: Where, fix: str = FIX) -> PlanError:
+    """The refusal of a forward that export cannot follow."""
+    return PlanError(f"the model cannot be captured: {what}", where=where, fix=fix)
+
+
 def depends_on_data(error: PlanError) -> bool:
     """Whether a refusal is of a branch, a shape or a number that depends on the values of tensors."""
     return error.fix == FIX or "data-dependent" in error.what or "read from a tensor" in error.what
@@ -43,22 +48,15 @@ def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
 
 def shape_of_data(node: fx.Node) -> PlanError:
     """The refusal of a call with a shape that depends on data."""
-    return PlanError(
-        f"the model cannot be captured: the output shape of {name_of(node)} depends on data",
-        where=where_of(node),
-        fix=FIX,
-    )
+    return not_captured(f"the output shape of {name_of(node)} depends on data", where_of(node))
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """Raise PlanError if Python computes with a number that was read out of a tensor."""
     for node in calls_in(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise PlanError(
-                "the model cannot be captured: Python computes with a number read from a tensor",
-                where=where_of(node),
-                fix="compute with the tensor itself, without .item() or int()",
-            )
+            fix = "compute with the tensor itself, without .item() or int()"
+            raise not_captured("Python computes with a number read from a tensor", where_of(node), fix)
 
 
 def calls_in(module: fx.GraphModule) -> Iterator[fx.Node]:
@@ -66,7 +64,7 @@ def calls_in(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def refused(node: fx.Node, what: str) -> PlanError:
-    return PlanError(f"the model cannot be captured: {what}", where=where_of(node), fix=SELECTION_FIX)
+    return not_captured(what, where_of(node), SELECTION_FIX)
 
 
 def name_of(node: fx.Node) -> str:

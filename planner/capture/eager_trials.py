@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
 from passes.program.program import Program
+from planner.capture.data_dependence import not_captured
 from planner.capture.graphs_equal import InFloat64, drawn, widened
 from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import has_values, python_generators_kept, registry_kept, tensors_in
@@ -123,12 +124,8 @@ def _another_loss(
             fix="set model.config.use_cache = False (with it on, Hugging Face models ignore the documents in "
             "position_ids)",
         )
-    return PlanError(
-        f"the model cannot be captured: in eager mode its loss is {float(eager):.6g}, but traced it is "
-        f"{float(captured):.6g}",
-        where=next(iter(program.traced), Where()),
-        fix=_FIX,
-    )
+    what = f"in eager mode its loss is {float(eager):.6g}, but traced it is {float(captured):.6g}"
+    return not_captured(what, next(iter(program.traced), Where()), _FIX)
 
 
 def _can_run(model: nn.Module, inputs: Mapping[str, Tensor], most: int) -> bool:

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from passes.errors import PlanError
 from passes.program.known_values import computed, follows
 from passes.program.source_lines import where_of
 from passes.program.walks import ancestors
+from planner.capture.data_dependence import not_captured
 from planner.capture.functional import UnknownWrite, functional_graph
 from planner.capture.model.exchange import has_values
 from planner.capture.selection.space import Keys
@@ -67,11 +67,8 @@ def refuse_other_constants(first: ExportedProgram, others: Iterable[ExportedProg
     for other in others:
         reader = _reader_of_another_constant(first, other)
         if reader is not None:
-            raise PlanError(
-                "the model cannot be captured: a constant depends on a data-dependent selection",
-                where=where_of(reader),
-                fix="compute it with tensors, such as a mask and its sum, not with Python numbers",
-            )
+            fix = "compute it with tensors, such as a mask and its sum, not with Python numbers"
+            raise not_captured("a constant depends on a data-dependent selection", where_of(reader), fix)
 
 
 def _first_other_call(first: fx.Graph, second: fx.Graph) -> fx.Node | None:

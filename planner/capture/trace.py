@@ -28,7 +28,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from passes.errors import PlanError, Where, first_line, message_of
 from passes.program.program import Assumption
-from planner.capture.data_dependence import FIX, NUMBER_OF_DATA
+from planner.capture.data_dependence import NUMBER_OF_DATA, not_captured
 from planner.capture.functional import drop_detach_of_literals
 from planner.capture.gradients.parameters import drop_writes_of_itself
 from planner.capture.gradients.python_side import PythonGradients
@@ -238,10 +238,10 @@ def _export(
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             op = what.removesuffix(".default").removesuffix(".Tensor")
             what = f"the result of {op} depends on the values of tensors"
-            raise PlanError(f"the model cannot be captured: {what} (data-dependent)", where=where, fix=FIX) from error
+            raise not_captured(f"{what} (data-dependent)", where) from error
         if "data-dependent" in what or "SymInt" in what or "SymFloat" in what:
-            raise PlanError(f"the model cannot be captured: {NUMBER_OF_DATA}", where=where, fix=FIX) from error
-        raise PlanError(f"the model cannot be captured: {what}", where=where, fix=FORWARD_MUST_WORK) from error
+            raise not_captured(NUMBER_OF_DATA, where) from error
+        raise not_captured(what, where, FORWARD_MUST_WORK) from error
 
 
 def _exported(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> ExportedProgram:

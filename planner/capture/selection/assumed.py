@@ -22,7 +22,7 @@ import torch
 from passes.errors import PlanError, Where
 from passes.program.program import Assumption, Condition
 from passes.program.source_lines import is_foreign_frame
-from planner.capture.data_dependence import FIX
+from planner.capture.data_dependence import not_captured
 
 CHECK = "this check does not raise"
 DRAW = "a number drawn from [0, 1) is not exactly 0, which is the case for one in 16,777,216"
@@ -159,9 +159,7 @@ class Assumptions:
 
 
 def branch_on_data(where: Where) -> PlanError:
-    return PlanError(
-        "the model cannot be captured: a branch depends on the values of tensors (data-dependent)", where=where, fix=FIX
-    )
+    return not_captured("a branch depends on the values of tensors (data-dependent)", where)
 
 
 def key_of_stack() -> Key:

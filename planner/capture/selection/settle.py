@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.errors import PlanError, Where
+from passes.errors import Where
 from passes.program.known_values import computed, follows
 from passes.program.ops.aten import aten, named, nodes_in, packet_of
 from passes.program.program import Assumption
 from passes.program.walks import operands, walk
-from planner.capture.data_dependence import calls_in
+from planner.capture.data_dependence import calls_in, not_captured
 from planner.capture.eager_trials import CHEAP
 from planner.capture.graphs_equal import InFloat64, drawn, widened
 from planner.capture.model.exchange import tensors_in
@@ -69,11 +69,8 @@ def compute_all_rows(
         is_branched = True
         full, bare = fx.GraphModule(module, found.graph), fx.GraphModule(other, two.graph)
         if not is_same_without(full, bare, questions.empty, constants):
-            raise PlanError(
-                "the model cannot be captured: its computation depends on whether any row is selected (data-dependent)",
-                where=asked.asked[0],
-                fix=EMPTY_FIX,
-            )
+            what = "its computation depends on whether any row is selected (data-dependent)"
+            raise not_captured(what, asked.asked[0], EMPTY_FIX)
     module.graph = found.graph
     module.delete_all_unused_submodules()
     module.recompile()
