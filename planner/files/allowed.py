@@ -47,7 +47,7 @@ RECORDS = {
 ENUMS = {"passes.moe.layers": "Dispatch", "passes.partition.typings.base": "Form", "passes.rules.rule": "Role"}
 FUNCTIONS = {
     "passes.moe.exchange": "combine count_by_group count_experts count_taken dispatch dispatch_tokens drop_rows "
-    "ends_of give_back grouped_mm ids_of join meet name_rows own_member own_slices part return_slots send_slots share "
+    "ends_of give_back grouped_mm ids_of join name_rows own_member own_slices part return_slots send_slots share "
     "slots_of with_gradient",
     "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows over_data "
     "sum_over_ranks",
@@ -133,6 +133,9 @@ def _parts_fit(value: Any, origin: Any, parts: tuple[Any, ...]) -> bool:
 def _kinds(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
+
+
+FUNCTIONS["passes.moe.exchange"] += " meet"
 
 
 class NotAllowed(ValueError):
