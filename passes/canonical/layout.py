@@ -35,7 +35,10 @@ def _to_dtype(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 
 
 def _reshape(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return reshaped(emit, args[0], node.meta["val"])
+    made = reshaped(emit, args[0], node.meta["val"])
+    if node.target is aten.unsqueeze.default and made is not args[0]:
+        made.meta["unsqueezed"] = int(node.args[1]) % len(shape_of(made))  # pyright: ignore[reportArgumentType]
+    return made
 
 
 def _permute(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -100,9 +103,16 @@ def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
     size = shape_of(args[0])[dim]
     index = int(args[2]) % size
     selected = reshaped(emit, sliced(emit, args[0], dim, index, index + 1), val)
+    if size == 1:
+        _mark_whole(args[0], dim)
     if dim == 0:
         selected.meta["selected"] = True  # of size 1, if it looks like a view
     return selected
+
+
+def _mark_whole(x: fx.Node, dim: int) -> None:
+    """A cut is all of a dim: in a capture of one sequence, it may be one of several."""
+    x.meta["cut_whole"] = {*x.meta.get("cut_whole", ()), dim}
 
 
 def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -111,9 +121,11 @@ def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
     size, length = shape_of(x)[dim], int(node.meta["val"].shape[dim])
     step = int(args[4]) if len(args) > 4 else int(kwargs.get("step", 1))
     start = args[2] if len(args) > 2 and args[2] is not None else kwargs.get("start", 0) or 0
-    start = min(start + size if start < 0 else start, size)
+    given, start = start, min(start + size if start < 0 else start, size)
     if length == size and step == 1:
         stop = args[3] if len(args) > 3 else kwargs.get("end")
+        if start != given or (stop is not None and int(stop) <= size):
+            _mark_whole(x, dim)
         if dim == 0 and stop is not None and int(stop) <= size:
             x.meta["selected"] = True  # the first n of n
         return x

@@ -31,6 +31,8 @@ META = {
     "known": "of a placeholder: whether it is a buffer or a constant",
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
     "selected": "of a call: an index chose rows of it, while the graph is brought into canonical form",
+    "cut_whole": "dims of which a cut was all, while the graph is brought into canonical form",
+    "unsqueezed": "of a reshape: its new dim, if that is known, while the graph is brought into canonical form",
     "asked": "of a mask: by which number a branch asked whether it selects anything, while the model is exported",
     "custom": "marks of regions (autocast, no_grad), while the model is exported",
     "state": "of a call in the recording of a forward: the modes that it ran under",

@@ -135,6 +135,10 @@ def _always_chosen(decisions: Decisions) -> set[str]:
     return {decisions.program.parameters[name] for weight in weights if weight.dim >= 0 for name in weight.nodes}
 
 
+_EXACT = (
+    "set batch.statistics: global, give each dp rank one microbatch (batch.micro = global / dp), or write the "
+    "loss as a sum divided by a count"
+)
 # field of LossTerms → level, words on its place, fix; without one it is to give the op a rule
 _OF_TERMS = {
     "counted_first": (
@@ -147,8 +151,12 @@ _OF_TERMS = {
     "inexact": (
         "warning",
         "the loss is not a sum over tokens at {}: it is averaged over microbatches",
-        "set batch.statistics: global, give each dp rank one microbatch (batch.micro = global / dp), or write the "
-        "loss as a sum divided by a count",
+        _EXACT,
+    ),
+    "added": (
+        "warning",
+        "the loss is not a sum over tokens at {}: its values of the microbatches are added up",
+        _EXACT,
     ),
     "doubts": (
         "warning",

@@ -60,7 +60,8 @@ class Shared:
 
     @property
     def is_told(self) -> bool:
-        return bool(self.terms.inexact or self.terms.mixed or self.terms.doubts)
+        terms = self.terms
+        return bool(terms.inexact or terms.added or terms.mixed or terms.doubts)
 
 
 def shared(model: Callable[[], nn.Module], micro: int, num_microbatches: int) -> Shared:

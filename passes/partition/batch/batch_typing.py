@@ -74,7 +74,8 @@ class Typing:
         self.kinds: dict[fx.Node, Kind] = {}
         self.counts: list[fx.Node] = []
         self.single: set[fx.Node] = set()
-        self._parts, self._likeness = Parts(captures, program.graph.graph, second), Likeness()
+        self._parts = Parts(captures, program.graph.graph, second, scaling.second)
+        self._likeness = Likeness(scaling.first)
         self.joins = Joins(self._parts, self.kinds, self._given, self._by_rule)
         self._of_ops: dict[Any, ByRule] = {
             aten.add.Tensor: self.joins.sum,
@@ -122,6 +123,7 @@ class Typing:
             if kind.name == SHARE and are_complete([one]):
                 return share if sums else Kind(LOOSE, int(join.args[1]))  # pyright: ignore[reportArgumentType]
             if kind.name != UNIT or not self.joins.goes_on(node, [kind], join):
+                self.joins.apart.append(node)
                 return unknown
             self.single.add(node)
             return share if sums else Kind(ROWS, int(join.args[1]))  # pyright: ignore[reportArgumentType]

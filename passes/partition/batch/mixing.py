@@ -12,23 +12,24 @@ The dims of a value that may hold the batch follow from one capture too (``batch
 no sequence beside another; one that is named may. An op that is not known makes all its dependents unknown.
 
     ids [b, t] → 0      embedding → 0      x.transpose(0, 1) → 1      x.view(b·h, t, d) → 0, in steps of h
-    x.view(b·h, …) * y.repeat(h, 1, 1)      of x every h rows are one sequence, of y every b-th row is
 
 Rows that are sorted and come back in order (passes.partition.batch.restored_orders) are not mixed.
 
-Numbers of a batch in another order are those of other sequences: a microbatch would compute other values.
+Ops that read sequences by their places in the batch are found by passes.partition.batch.orders.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
+from passes.partition.batch.addressed_rows import ADDRESSING, crosses
+from passes.partition.batch.orders import Runs
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
-from passes.program.ops.aten import arguments, aten, has_floats, is_pointwise, packet_of, shape_of, tensors_of
-from passes.program.ops.groups import ADDING, JOINS, LAID_OUT, PLACING, Ops, is_grouped
+from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
+from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
@@ -88,6 +89,8 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
 
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
+    if node.target in ADDRESSING:
+        return True
     is_cut = packet_of(node.target) in (aten.slice, aten.split_with_sizes) or _is_plain(node)
     rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
     return rule is not None and not all(f.role is Role.EACH for f in rule.factors)
@@ -104,14 +107,15 @@ def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) 
 def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> bool:
     """Whether an op does mix. False if it is not known which dims hold the batch.
 
-    ``larger``: the call of more sequences; a user's own backward on one sequence shows nothing about several.
+    ``larger``: the call of more sequences. Its places show more; a user's own backward on one sequence shows nothing
+    about several.
     """
     held = [dims_of(n) for n in operands_of(node)]
     if any(dims is None for dims in held):
         return False
     known = [dims or frozenset[int]() for dims in held]
     if not _has_own_backward(node):
-        return _mixes(node, known)
+        return _mixes(larger if larger is not None and larger.target == node.target else node, known)
     return not any(_works_by_sequence(n, known) for n in (node, larger) if n is not None)
 
 
@@ -140,8 +144,8 @@ def _puts_elsewhere(node: fx.Node) -> bool:
 def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone: bool = False) -> bool:
     """``held``: the dims of each operand that hold the batch. Sequences of two operands may be combined in pairs;
     ``of_products_alone``: only products are asked for that."""
-    if node.target in ADDING:
-        return _adds_to_others(node, held)
+    if node.target in ADDRESSING:
+        return crosses(node, held)
     rule = rule_of(node) if any(held) and not _puts_elsewhere(node) else None
     if rule is None:
         return False
@@ -150,19 +154,6 @@ def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone:
         return True
     is_product = any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
     return (is_product or not of_products_alone) and any(_pairs(rule, f, held) for _, f in found)
-
-
-def _adds_to_others(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
-    """Whether rows of the batch are added to other rows than those of the batch, as to one for each class.
-
-    Counts, of rows that are none of the batch, are left out: those of each expert's tokens are followed elsewhere.
-    """
-    target, index, rows = operands_of(node)
-    dim = arguments(node)["dim"] % max(1, len(shape_of(target)))
-    is_along = dim in held[2] or (bool(held[1]) if len(shape_of(index)) == 1 else dim in held[1])
-    is_other = not held[0] and shape_of(target)[dim] != shape_of(rows)[dim]
-    is_count = not rows.meta.get("grad") and not (dim in held[2] and has_floats(rows))
-    return is_along and is_other and not is_count
 
 
 def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:
@@ -175,7 +166,6 @@ def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> boo
 
 
 Dims = frozenset[Run]
-Runs = Mapping[fx.Node, frozenset[Run] | None]
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
@@ -285,18 +275,6 @@ def follows_batch(program: Program) -> set[fx.Node]:
     return set(walk(inputs, readers, into=lambda n: n.target not in SHAPE_READERS))
 
 
-def batch_size(program: Program) -> int:
-    return next((n.meta["val"].shape[0] for n in program.graph.graph.nodes if n.name in program.inputs), 1)
-
-
-def in_other_orders(program: Program, on_batch: Collection[fx.Node], runs: Runs) -> list[fx.Node]:
-    """Nodes that read two orders of the batch; none if only one sequence was captured. ``runs``: of the batch."""
-    size = batch_size(program)
-    if size == 1:
-        return []
-    return [node for node in program.graph.graph.nodes if node in on_batch and _reads_two(node, runs, size)]
-
-
 def may_repeat_batch(node: fx.Node) -> bool:
     """Of a capture of one sequence: whether an op repeats all of its dim, the first or one behind a new dim."""
     if packet_of(node.target) is not aten.expand:
@@ -305,23 +283,3 @@ def may_repeat_batch(node: fx.Node) -> bool:
     added = len(shape) - len(before)
     pairs = zip((1,) * added + before, shape, (*shape[1:], 0), strict=True)
     return any(old == 1 < new and (dim == added or then == 1) for dim, (old, new, then) in enumerate(pairs))
-
-
-def _reads_two(node: fx.Node, runs: Runs, size: int) -> bool:
-    """Whether operands that hold the sequences on one factor of the call have them in two orders."""
-    steps = {step for n in node.all_input_nodes for _, step, _ in runs.get(n) or ()}
-    rule = rule_of(node) if node.op == "call_function" and len(steps) > 1 else None
-    read = operands_of(node) if rule is not None else ()
-    found = {(i, *run) for i, operand in enumerate(read) for run in _certain(operand, runs, size)}
-    orders = {(rule.sole(i, dim), step) for i, dim, step in found} if rule is not None else set()
-    factors = [factor for factor, _ in orders if factor is not None]
-    return len(factors) > len(set(factors))
-
-
-def _certain(operand: fx.Node, runs: Runs, size: int) -> Iterator[tuple[int, int]]:
-    """(dim, distance of two sequences) if all sequences are on one dim, evenly."""
-    found = runs.get(operand) or frozenset()
-    if len(found) == 1:
-        ((dim, step, count),) = found
-        if count == size and shape_of(operand)[dim] % (step * count) == 0:
-            yield dim, step

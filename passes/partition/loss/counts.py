@@ -43,17 +43,19 @@ MOST_SUMS = 64  # elements of a count that is no scalar
 class LossTerms:
     """``denominators``: placeholders of the counts, in order. ``counts``: the graph that counts one microbatch, of the
     batch tensors ``count_inputs`` and of all counts, in as many turns as there are ``levels`` of them. ``inexact``: ops
-    that could not be made exact, and their places. ``mixed``: ops before the loss that mix the sequences of a batch;
-    ``unknown``: those that may. ``doubts``: ops of the loss with a number or a constant that may depend on the batch
-    size, left unchanged. ``counted_first``: ops that read sums over the global batch while a rank runs ``in_turn``
-    microbatches: all forwards of a step run once more, to count them. ``adds_up``: the loss is a sum over sequences,
-    over counts at most: of any number of microbatches it adds up."""
+    that could not be made exact and are averaged over microbatches, and their places; ``added``: those that are added
+    up. ``mixed``: ops before the loss that mix the sequences of a batch; ``unknown``: those that may. ``doubts``: ops
+    of the loss with a number or a constant that may depend on the batch size, left unchanged. ``counted_first``: ops
+    that read sums over the global batch while a rank runs ``in_turn`` microbatches: all forwards of a step run once
+    more, to count them. ``adds_up``: the loss is a sum over sequences, over counts at most: of any number of
+    microbatches it adds up."""
 
     denominators: list[str] = field(default_factory=list)
     counts: fx.GraphModule | None = None
     count_inputs: tuple[str, ...] = ()
     levels: int = 1
     inexact: list[tuple[str, Any]] = field(default_factory=list)
+    added: list[tuple[str, Any]] = field(default_factory=list)
     mixed: list[tuple[str, Any]] = field(default_factory=list)
     unknown: list[tuple[str, Any]] = field(default_factory=list)
     doubts: list[tuple[str, Any]] = field(default_factory=list)

@@ -5,12 +5,13 @@ none runs over the batch except one sum, mean or cross-entropy over all tokens: 
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import fx
 
 from passes.partition.batch import mixing
+from passes.partition.batch.sequences import Sequences
 from passes.partition.loss.counts import input_only, places_rows
 from passes.partition.loss.kinds import (
     ROWS,
@@ -107,30 +108,15 @@ def _reduces_rows(rule: OpRule, ndim: int) -> bool:
 
 
 def is_certain(
-    program: Program,
-    kinds: dict[fx.Node, Kind],
-    on_batch: Collection[fx.Node],
-    constants: Collection[fx.Node],
-    region: Collection[fx.Node],
-    inner: Collection[fx.Node],
-    runs: Callable[[], mixing.Runs],
+    sequences: Sequences, kinds: dict[fx.Node, Kind], constants: Collection[fx.Node], region: Collection[fx.Node]
 ) -> bool:
-    """Whether the kinds by form hold however many sequences there are. ``inner``: values before the ``region`` of the
-    loss that may mix them; ``runs``: of the batch, asked for if needed.
-    """
-    size = mixing.batch_size(program)
+    """Whether the kinds by form hold however many sequences there are, in the ``region`` of the loss and before it."""
+    program, on_batch = sequences.program, sequences.on_batch
     if kinds[program.node(program.loss)].name != SHARE:
         return False
-    if any(_is_doubtful(n, kinds, on_batch, constants, size) for n in region):
+    if any(_is_doubtful(n, kinds, on_batch, constants, sequences.size) for n in region):
         return False
-    flow = mixing.dims_of(runs()) if size > 1 else {}
-    known = [
-        n for n in inner if mixing.mixes_along_a_dim(n) and all(flow.get(v) is not None for v in n.all_input_nodes)
-    ]
-    if size == 1 and any(mixing.may_repeat_batch(n) for n in inner):
-        return False
-    asked = dict.fromkeys([*(n for n in inner if mixing.may_mix(n, on_batch)), *known])
-    return not any(mixing.may_run_along(n, flow) for n in asked)
+    return not sequences.may_be_mixed(sequences.computed_along(region))
 
 
 def _is_doubtful(

@@ -25,6 +25,7 @@ from passes.partition.loss.kinds import (
     ROWS,
     SHARE,
     UNIT,
+    UNKNOWN,
     WHOLE,
     BatchPart,
     Kind,
@@ -33,21 +34,23 @@ from passes.partition.loss.kinds import (
     tile,
     unknown,
 )
+from passes.program.known_values import Constants
 from passes.program.ops.aten import aten, cut_of, dim_of_cat, splits
 from passes.program.ops.groups import WITH_SIZES
 
+MOST_VALUES = 4096  # of a constant that is compared by value
 UNITS, CHUNKS, UNEVEN = "units", "chunks", "uneven chunks"
 Given = Callable[[fx.Node, fx.Node], Kind]  # of a reader, and of the value
 ByRule = Callable[[fx.Node, Sequence[Kind]], Kind]
 
 
 class Parts:
-    """Owns the known cuts of each value along the batch."""
+    """Owns the known cuts of each value along the batch. ``constants``: those of the second graph."""
 
-    def __init__(self, captures: TwoCaptures, first: fx.Graph, second: fx.Graph) -> None:
-        self.captures = captures
+    def __init__(self, captures: TwoCaptures, first: fx.Graph, second: fx.Graph, constants: Constants) -> None:
+        self.captures, self._constants = captures, constants
         self._alike = _alike(first) | _alike(second)
-        self._second = second
+        self._second, self._first = second, {other: node for node, other in captures.others.items()}
         self._read: dict[fx.Node, tuple[int, frozenset[tuple[Fraction, Fraction]]]] = {}
         self._how: dict[tuple[fx.Node, int], str | None] = {}
 
@@ -75,32 +78,43 @@ class Parts:
             return UNITS
         return CHUNKS if all(len({b - a for a, b in ranges}) == 1 for ranges in (here, there)) else UNEVEN
 
-    def go_on_alike(self, terms: Sequence[fx.Node], num_ways: int) -> bool:
+    def go_on_alike(self, terms: Sequence[fx.Node], num_ways: int, *, in_order: bool) -> bool:
         """Whether the second graph's ``terms`` are made in no more than ``num_ways``, each of a part of its own."""
         if not self._read:
             self._read_second()
         read = [self._read[t] for t in terms if self._read[t][1]]
+        parts = [sorted(part) for _, part in read]
         return (
-            all(len(parts) == 1 for _, parts in read)
+            (not in_order or parts == sorted(parts))
+            and all(len(parts) == 1 for _, parts in read)
             and len(set(read)) == len(read)
             and (len({like for like, _ in read}) == num_ways)
         )
 
     def _read_second(self) -> None:
         """For every node of the second graph how it is made, and of which parts (of one length)."""
-        likeness = Likeness()
+        likeness = Likeness(self._constants)
         for node in self._second.nodes:
             if node.op == "output":
                 continue
             cut = cut_of(node)
             of = {}
-            if cut is not None and tile(self._ranges(cut[0], cut[1]), cut[0].meta["val"].shape[cut[1]]):
+            if node in self._constants.nodes:
+                parts = frozenset[tuple[Fraction, Fraction]]()
+            elif cut is not None and self._is_of_batch(*cut[:2]):
                 size = cut[0].meta["val"].shape[cut[1]]
                 of = {node: cut[0]}
                 parts = frozenset({(Fraction(cut[2], size), Fraction(cut[3], size))})
             else:
                 parts = frozenset().union(*(self._read[n][1] for n in node.all_input_nodes))
             self._read[node] = likeness.note(node, of), parts
+
+    def _is_of_batch(self, source: fx.Node, dim: int) -> bool:
+        """Of the second graph: whether cuts take a value apart along the batch, and not one of its sequences."""
+        known = [self._first[n] for n in self._alike[source] if n in self._first]
+        changed = [self.captures.changed(n) for n in known]
+        is_along = any(dims is None or dim in dims for dims in changed) if known else not self._read[source][1]
+        return is_along and tile(self._ranges(source, dim), source.meta["val"].shape[dim])
 
     def _ranges(self, source: fx.Node, dim: int) -> list[tuple[int, int]]:
         """The ranges of cuts of ``source``, or of an equal value, along ``dim``."""
@@ -120,9 +134,13 @@ def _alike(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 class Likeness:
-    """Numbers for how values are made: the same for calls of one op on operands alike, whichever part they are of."""
+    """Numbers for how values are made: the same for calls of one op on operands alike, whichever part they are of.
 
-    def __init__(self) -> None:
+    ``constants``: those of the graph; they are alike if their values are.
+    """
+
+    def __init__(self, constants: Constants | None = None) -> None:
+        self._constants = constants
         self._numbers: dict[Any, int] = {}
         self._of: dict[fx.Node, int] = {}
 
@@ -136,6 +154,8 @@ class Likeness:
 
         if node.op != "call_function":
             key: Any = node
+        elif (values := self._values(node)) is not None:
+            key = values
         elif node.target is aten.add.Tensor and isinstance(node.args[1], (int, float)) and node.args[1] == 0:
             self._of[node] = self._of[node.all_input_nodes[0]]  # so begins Python's sum()
             return self._of[node]
@@ -146,6 +166,14 @@ class Likeness:
             key = str(node.target), token(args), token(sorted(node.kwargs.items())), _ndim(node)
         self._of[node] = self._numbers.setdefault(key, len(self._numbers) + 1)
         return self._of[node]
+
+    def _values(self, node: fx.Node) -> Any:
+        """Of a constant that is not large."""
+        value = node.meta.get("val")
+        if self._constants is None or node not in self._constants.nodes or not isinstance(value, torch.Tensor):
+            return None
+        known = self._constants.value(node) if value.numel() <= MOST_VALUES else None
+        return None if known is None else (known.dtype, tuple(known.shape), tuple(known.flatten().tolist()))
 
 
 def _ndim(node: fx.Node) -> int:
@@ -192,8 +220,9 @@ class Joins:
             return True
         if other is None or self.captures.more.get(node, 0) != len(units) * (self.captures.times - 1):
             return False
-        joined = pieces_of(other) if other.target is aten.cat.default else terms_of(other)
-        return self.parts.go_on_alike(joined, len({k.like for k in units}))
+        is_cat = other.target is aten.cat.default
+        joined = pieces_of(other) if is_cat else terms_of(other)
+        return self.parts.go_on_alike(joined, len({k.like for k in units}), in_order=is_cat)
 
     def linear(self, given: Sequence[Kind]) -> Kind:
         moving = [k for k in given if k.name != WHOLE]
@@ -206,13 +235,15 @@ class Joins:
         pieces: Any = node.args[0]
         kinds = [self.given(node, n) for n in pieces]
         dim = dim_of_cat(node)
-        parts = {k.part for k in kinds}
+        parts = {k.part for k in kinds if k.name != WHOLE or k.part is not None}
         if len(parts) > 1 or (node in self.captures.more and None not in parts):
             return self._all_pieces(node, kinds, dim)
         if all(k.name == ROWS and k.dim == dim for k in kinds):
             sizes = tuple(Fraction(n.meta["val"].shape[dim], pieces[0].meta["val"].shape[dim]) for n in pieces)
             alike = len({(k.part, k.order) for k in kinds}) == 1
             return Kind(ROWS, dim, kinds[0].part, ("cat", sizes, kinds[0].order)) if alike else unknown
+        if node in self.captures.more and any(k.name == UNKNOWN for k in kinds):
+            self.apart.append(node)
         return self.by_rule(node, given)
 
     def _all_pieces(self, node: fx.Node, kinds: list[Kind], dim: int) -> Kind:

@@ -23,7 +23,6 @@ Leaves:  a graph with one placeholder for each count, and a second graph that co
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from operator import getitem
 from typing import Any
 
@@ -33,7 +32,8 @@ from passes.errors import PlanError
 from passes.partition.batch import mixing
 from passes.partition.batch.align_exports import lay_on
 from passes.partition.batch.batch_typing import Typing, sums_rows
-from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
+from passes.partition.batch.orders import Orders
+from passes.partition.batch.sequences import Sequences
 from passes.partition.loss.counts import Counts, LossTerms, Together, counts_labels, over_all_labels
 from passes.partition.loss.form import is_certain, kinds_by_form, loss_region
 from passes.partition.loss.kinds import (
@@ -55,7 +55,7 @@ from passes.partition.loss.scaling import Scaling, corrected, widen
 from passes.program.builder import prune
 from passes.program.known_values import Constants
 from passes.program.ops.aten import arguments, aten, cut_of, splits
-from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS
+from passes.program.ops.groups import CROSS_ENTROPIES, DIVISIONS, SOFTMAXES
 from passes.program.ops.own_backward import adds_up
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -96,7 +96,7 @@ def share_loss(
     prune(program.graph.graph)
     program.graph.recompile()
     is_shared = num_microbatches > 1 or terms.counts is not None
-    notes = terms.inexact, terms.mixed, terms.unknown, terms.doubts, terms.counted_first
+    notes = terms.inexact, terms.added, terms.mixed, terms.unknown, terms.doubts, terms.counted_first
     terms.adds_up = is_shared and not rewriter.averages and not any(notes) and terms.levels == 1
     return terms
 
@@ -115,7 +115,8 @@ class _Rewriter:
         self.single: set[fx.Node] = set()
         self.growing: set[fx.Node] = set()  # sums that have more terms in a larger batch
         self.totals: set[fx.Node] = set()  # sums over the dim that follows the batch, whatever their terms are
-        self.on_batch = mixing.follows_batch(program)
+        self.sequences = Sequences(program)
+        self.on_batch = self.sequences.on_batch
 
     # ---- kinds
 
@@ -124,14 +125,13 @@ class _Rewriter:
         region = loss_region(self.program, self.on_batch)
         self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
         second = None
-        inner = self._computed_along(region)
-        if not is_certain(self.program, self.kinds, self.on_batch, constants.nodes, region, inner, lambda: self.runs):
+        if not is_certain(self.sequences, self.kinds, constants.nodes, region):
             second = _captured(recapture, self._times())
             if second is None:
                 self._tell(self.terms.doubts, self.program.node(self.program.loss))
             else:
                 counts = self._by_two_captures(second, constants, region)
-        self._warn_of_other_orders(second[0] if second is not None else None)
+        self._warn_of_places(Sequences(second[0]) if second is not None else self.sequences)
         for node in counts:
             self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
 
@@ -139,7 +139,7 @@ class _Rewriter:
         """The second capture has the global batch; fewer sequences if the graph splits its batch, or may do so unseen,
         like that of one sequence.
         """
-        size = mixing.batch_size(self.program)
+        size = self.sequences.size
         loops = size == 1 or any((cut_of(n) or splits(n)) and mixing.may_mix(n, self.on_batch) for n in self.on_batch)
         return min(self.total, max(2, LOOPED // size)) if loops else self.total
 
@@ -165,39 +165,20 @@ class _Rewriter:
     def _warn_of_mixing(self, typing: Typing) -> None:
         """Warn of ops that mix the sequences of a batch: in a microbatch they mix fewer."""
         tail = self._tail()
-        inner = self._computed_along(tail)
+        inner = self.sequences.computed_along(tail)
         for node in (n for n in inner if not mixing.is_own_loss(n, tail) and n not in typing.counts):
             may = mixing.may_mix(node, self.on_batch) or mixing.mixes_along_a_dim(node)
             along = may and mixing.mixes(node, typing.captures.changed, typing.captures.others.get(node))
             if (along and not typing.takes_apart(node)) or node in typing.joins.apart:
                 self._tell(self.terms.mixed, node)
 
-    @cached_property
-    def runs(self) -> mixing.Runs:
-        """The dims that hold the batch, before anything is rewritten."""
-        return mixing.batch_runs(self.program, self.on_batch, self.orders)
-
-    @cached_property
-    def orders(self) -> list[RestoredOrder]:
-        """Of rows that are sorted by expert and come back in order: they keep sequences apart."""
-        return restored_orders(self.graph, self.on_batch)
-
-    def _computed_along(self, loss: set[fx.Node]) -> list[fx.Node]:
-        """Values before the loss that may mix sequences."""
-        is_alone = mixing.batch_size(self.program) == 1
-        orders = [o for o in self.orders if is_alone or all(self.runs[node] is not None for node in o.back)]
-        apart = {node for order in orders for node in (*order.inside, *order.back)}
-        return [n for n in mixing.computed_along(self.program, self.on_batch, loss) if n not in apart]
-
-    def _warn_of_other_orders(self, second: Program | None) -> None:
-        """``second``: a capture of more sequences, with the same lines."""
-        if second is None:
-            found = mixing.in_other_orders(self.program, self.on_batch, self.runs)
-        else:
-            on_batch = mixing.follows_batch(second)
-            found = mixing.in_other_orders(second, on_batch, mixing.batch_runs(second, on_batch))
-        for node in found:
-            self._tell(self.terms.mixed, node)
+    def _warn_of_places(self, several: Sequences) -> None:
+        """Of sequences that are read by their places. ``several``: of a second capture if made, with the same lines."""
+        if several.size > 1:
+            orders = Orders(several.program, several.on_batch, several.runs)
+            inner = several.computed_along(loss_region(several.program, several.on_batch))
+            for node in (*orders.several(), *orders.by_place(inner)):
+                self._tell(self.terms.mixed, node)
 
     def _tail(self) -> set[fx.Node]:
         """The loss, and upwards all that is no value of single rows."""
@@ -216,7 +197,7 @@ class _Rewriter:
 
     def warn_of_unknown_ops(self) -> None:
         """An op without a rule may mix the sequences of a batch."""
-        for node in self._computed_along(self._tail()):
+        for node in self.sequences.computed_along(self._tail()):
             if mixing.is_unknown(node):
                 self._tell(self.terms.unknown, node)
 
@@ -293,8 +274,23 @@ class _Rewriter:
                     self._tell(self.terms.counted_first, node)
                 return self._average(made)
         self._refuse_unknown(node)
+        if node in self.totals and not self._is_normalised(node):
+            self._tell(self.terms.added, node)
+            return node  # totals of parts add up, whatever they are of
         self._tell(self.terms.inexact, node)
-        return node if node in self.totals else self._average(node)  # totals of parts add up, whatever they are of
+        return self._average(node)
+
+    def _is_normalised(self, total: fx.Node) -> bool:
+        """Whether what is added up has weights that sum to one over each microbatch: the sum is then a mean."""
+
+        def is_inexact(node: fx.Node) -> bool:
+            return node in self.on_batch and self.kinds[node].name == UNKNOWN
+
+        for node in walk([total], operands, into=is_inexact):
+            below = node.args[1] if node.target in DIVISIONS else None
+            if node.target in SOFTMAXES or (isinstance(below, fx.Node) and self._is_sum(below)):
+                return True
+        return False
 
     def _refuse_unknown(self, node: fx.Node) -> None:
         """Raise PlanError for the result of an op without a rule: it need not be a sum or mean of the microbatches'."""

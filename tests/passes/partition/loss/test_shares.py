@@ -273,8 +273,24 @@ def over_mean_row(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
 
 def test_a_loss_that_cannot_be_exact_is_of_the_size_of_one_process():
     found = loss_shares.shared(lambda: Small(over_mean_row), MICRO, NUM_MICROBATCHES)
-    assert found.terms.inexact
+    assert found.terms.added
     assert found.difference < 0.5
+
+
+NORMALISED: tuple[loss_shares.Loss, ...] = (
+    lambda logits, labels, _: (logits.sum(-1).softmax(0) * rows(logits, labels)).sum(0).mean(),
+    lambda logits, labels, _: (logits.sum(-1).flatten().softmax(0) * rows(logits, labels).flatten()).sum(),
+    lambda logits, labels, _: (logits.exp().sum(-1) / logits.exp().sum() * rows(logits, labels)).sum(),
+)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("loss", NORMALISED)
+def test_a_sum_with_weights_that_add_up_to_one_is_averaged_as_the_plan_says(loss):
+    found = loss_shares.shared(lambda: Small(loss), MICRO, NUM_MICROBATCHES)
+    assert found.terms.inexact
+    assert not found.terms.added
+    assert found.difference < 1
 
 
 @pytest.mark.sampled(1)
