@@ -4,7 +4,7 @@ An engine has one of two modes: it trains, or it evaluates and holds nothing tha
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, TypeVar, get_args
@@ -18,7 +18,9 @@ from passes.base import RankProgram, StageModule
 from passes.errors import PlanError, RunError, first_line
 from passes.own_linears import contributions
 from passes.parameters import LocalParameter
+from passes.partition.loss.scored import read_by_the_loss_alone
 from planner.capture.model.meta_init import give_back_freed
+from planner.decisions import Decisions
 from planner.frozen_plan import Plan
 from planner.lower import lower, lower_with_head
 from planner.mesh import OF_WEIGHTS, REPLICA, SHARD
@@ -41,6 +43,7 @@ from runtime.data.batches import BatchChecks, BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.distributed.opening import open_groups
 from runtime.engine.checks import check_attention, identity, require_same_code
+from runtime.optimizer.flat import OWN_LOSS
 from runtime.optimizer.matrices import BucketExchange, Member
 from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.zero1 import DistributedOptimizer
@@ -274,12 +277,21 @@ def _optimizer(
         spec.optimizer if mode == "train" else spec.optimizer.model_copy(update={"ema": None}),
         groups={**groups.by_name, "world": groups.world},
         device=groups.device,
-        asked=plan.to_run()[0].resting,
+        asked=_resting(plan.to_run()[0]),
         own=settings_of(spec.optimizer, plan.parameters),
         exchanges=_exchanges(plan, groups) if mode == "train" else {},
         residency=residency if mode == "train" else Residency(reshards=True),
         chunk_of={id(stage.parameter(p.fqn)): stage.chunk for stage in program.stages for p in stage.parameters},
     )
+
+
+def _resting(decisions: Decisions) -> dict[str, tuple[int, ...]]:
+    """Parameter → the conditions under which it rests: no row of its expert, another loss than the model's own."""
+    found = dict(decisions.resting)
+    with suppress(PlanError):  # no label has a probability: there is no other loss
+        for name in read_by_the_loss_alone(decisions.program, decisions.scored):
+            found[name] = (*found.get(name, ()), OWN_LOSS)
+    return found
 
 
 def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:

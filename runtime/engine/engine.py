@@ -320,6 +320,7 @@ class Engine:
             self.weights.ready()
             variant.scoring.score(self._step(variant, batch, local))
         variant = self._variants.outside(variant) if outside else variant
+        self.optimizer.turn_to(of_own_loss=not outside)
         if variant is not self._now:
             self._now, self.running.gradients_ready = variant, False
             self.optimizer.buffers.expect(variant.contributions)

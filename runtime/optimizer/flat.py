@@ -1,5 +1,6 @@
-"""Update rules on flat shards, parts of which may be skipped: expert weights without tokens in a step keep their
-value, moments and count of updates, like a parameter with gradient None in torch.
+"""Update rules on flat shards, parts of which may be skipped: expert weights without tokens in a step, and weights that
+only the model's own loss reads in a step with another, keep their value, moments and count of updates, like a parameter
+with gradient None in torch.
 
     main       |     of all     | expert 3 | of all | expert 4 |
     count      |     the shard's        own            own     |
@@ -22,11 +23,13 @@ from planner.updates import Settings
 from runtime.optimizer.matrices import BucketExchange, orthogonalise
 from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel, Update
 
+OWN_LOSS = -1
+
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
     """Elements start to stop of a shard, which hold (some of) the parameter ``fqn``; it rests (is not updated) if all
-    of the figures ``asked`` are zero.
+    of the figures ``asked`` are zero; with OWN_LOSS among them also in a step with another loss than the model's.
     """
 
     fqn: str
@@ -72,11 +75,12 @@ class FlatOptimizer:
     """Owns of each shard its moments, ``state`` by main tensor, and in one tensor the counts of updates: of all shards,
     then of each group of parts that rest together. All of it lies before the first step's activations.
 
-    ``settings``: of all elements that have none of their own.
+    ``settings``: of all elements that have none of their own. ``of_own_loss``: whether gradients are those of the
+    model's own loss.
     """
 
     def __init__(self, shards: Sequence[FlatShard], settings: Settings) -> None:
-        self.shards, self.settings = list(shards), settings
+        self.shards, self.settings, self.of_own_loss = list(shards), settings, True
         self.state = {shard.main: {kind: torch.zeros_like(shard.main) for kind in shard.moments} for shard in shards}
         self._groups: dict[tuple[int, ...], list[tuple[FlatShard, ShardPart]]] = {}
         for shard in self.shards:
@@ -85,7 +89,8 @@ class FlatOptimizer:
         device = self.shards[0].main.device
         self._counts = torch.zeros(1 + len(self._groups), device=device)
         # on the device before the first step: to put them there the host would wait for it
-        self._figures = [torch.tensor(asked, device=device) for asked in self._groups]
+        counted = [[figure for figure in asked if figure != OWN_LOSS] for asked in self._groups]
+        self._figures = [torch.tensor(figures, dtype=torch.int64, device=device) for figures in counted]
 
     def begin(self, updates: int = 0, updates_of: Mapping[str, int] | None = None) -> None:
         """Moments of zero and counts of ``updates``; ``updates_of`` by name, for parameters with other counts."""
@@ -124,10 +129,14 @@ class FlatOptimizer:
         """First all that never rests, then each group of parts that rest together."""
         runs = [(shard, run) for shard in self.shards for run in _between(shard.parts, len(shard.main))]
         yield _Batch(runs, self._counts[0], found_inf)
-        for number, own in enumerate(self._groups.values()):
-            assert asked is not None, "experts that may get no tokens need the counts of the step"
-            is_unasked = asked.index_select(0, self._figures[number]).sum() == 0
-            rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
+        for number, (conditions, own) in enumerate(self._groups.items()):
+            rests, figures = found_inf, self._figures[number]
+            if len(figures):
+                assert asked is not None, "experts that may get no tokens need the counts of the step"
+                is_unasked = asked.index_select(0, figures).sum() == 0
+                rests = torch.maximum(found_inf, is_unasked.to(found_inf.dtype))
+            if OWN_LOSS in conditions and not self.of_own_loss:
+                rests = torch.ones_like(found_inf)
             runs = [(shard, (part.start, part.stop)) for shard, part in own]
             yield _Batch(runs, self._counts[1 + number], rests)
 

@@ -76,7 +76,7 @@ class DistributedOptimizer:
         residency: Residency | None = None,
     ) -> None:
         """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
-        each parameter that rests without rows, the figures of a step that count its rows. ``own``: settings of the
+        each parameter that may rest, the conditions of a ShardPart. ``own``: settings of the
         parameters that have others than the section's. ``exchanges``: by buffer and bucket, of those that are updated
         matrix by matrix.
 
@@ -105,6 +105,11 @@ class DistributedOptimizer:
         self._is_reduced = False
 
     # ---- one step
+
+    def turn_to(self, *, of_own_loss: bool) -> None:
+        """Whether the gradients of the next update are those of the model's own loss."""
+        if self.optimizer is not None:
+            self.optimizer.of_own_loss = of_own_loss
 
     def begin_step(self) -> None:
         """Forget the gradients of an earlier, or broken off, step."""

@@ -1,5 +1,7 @@
 """A loss outside the model in one process: the contract of the function, precision, and bad input as one error."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,56 @@ def test_the_values_of_all_microbatches_add_up():
     torch.testing.assert_close(log_probs, truth(model, batch).detach(), rtol=1e-12, atol=1e-12)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+class TwoHeads(nn.Module):
+    """A second head that the model's own loss alone reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.value, self.scale = (
+            gpt(),
+            nn.Linear(VOCABULARY, 1).double(),
+            nn.Parameter(torch.ones(()).double()),
+        )
+
+    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        logits, _ = self.gpt(input_ids)
+        values = self.value(logits).squeeze(-1) * self.scale
+        own = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return own + (values - input_ids.double()).square().mean()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_parameters_that_only_the_own_loss_reads_rest_beside_a_loss_outside(dtype: str, tmp_path: Path):
+    """As in one process, where they get no gradient: no weight decay, no moments, no count of an update."""
+    batch, model = batch_of(), TwoHeads()
+    given = spec(optimizer={"lr": 1e-2, "weight_decay": 0.1}, precision={"parameters": dtype})
+    own = {name: batch[name] for name in ("input_ids", "targets")}
+    alone = nn.ModuleList([copy.deepcopy(model.value)])  # updated by torch with the engine's gradients
+    alone.register_parameter("scale", nn.Parameter(model.scale.detach().clone()))
+    alone.to(getattr(torch, dtype)).to(torch.float64 if dtype == "float64" else torch.float32)
+    update = torch.optim.AdamW(alone.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.1)
+    held = {"scale": alone.get_parameter("scale"), "value.weight": alone[0].weight, "value.bias": alone[0].bias}
+    made = plan(model, given)
+    engine = Engine(made)
+    for step, is_own in enumerate([True, False, False, True, False, True]):
+        if step == 3:  # the counts of updates are saved
+            engine.save(tmp_path)
+            engine.close()
+            engine = Engine(made)
+            engine.load(tmp_path)
+        engine.forward_backward(own if is_own else batch, loss=None if is_own else weighted)
+        gradients = engine.gather_gradients()
+        shrink = max(1.0, engine.optimizer_step().grad_norm + 1e-6)
+        for name, parameter in held.items():
+            parameter.grad = gradients[name].to(parameter) / shrink if is_own else None
+        update.step()
+        limits = {"rtol": 1e-2, "atol": 1e-6} if dtype == "bfloat16" else {"rtol": 1e-9, "atol": 1e-12}
+        for name, value in engine.gather_parameters().items():
+            if name in held:
+                torch.testing.assert_close(value, held[name].detach().to(value), **limits)
+    engine.close()
 
 
 @pytest.mark.thorough

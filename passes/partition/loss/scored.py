@@ -39,6 +39,7 @@ from passes.program.ops.groups import CASTS, COPIES, CROSS_ENTROPIES, JOINS, LOG
 from passes.program.ops.sequence import local_rows
 from passes.program.program import Program
 from passes.program.source_lines import where_of
+from passes.program.walks import operands, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,18 @@ def find_scored(program: Program) -> Scored:
         )
     ((key, picks),) = widest
     return Scored(key, most, tuple(picks))
+
+
+def read_by_the_loss_alone(program: Program, scored: Scored) -> list[str]:
+    """Trained parameters that no gradient of the scored probabilities reaches, such as those of a second head."""
+    logits: list[Any] = [program.node(pick.node).args[0] for pick in scored.picks]
+    reached = set(walk(logits, operands, into=_has_gradient))
+    nodes = {name: program.node(node) for node, name in program.parameters.items()}
+    return [name for name, node in nodes.items() if _has_gradient(node) and node not in reached]
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return bool(node.meta.get("grad"))
 
 
 def _picks(program: Program) -> Iterator[tuple[Pick, str]]:
