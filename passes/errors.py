@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,16 @@ class PlanError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """An exception is made again of its positional arguments alone."""
         return partial(type(self), fix=self.fix), (self.what,), self.__dict__
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """The problem, its place and the remedy as texts, for another process."""
+        return self.what, str(self.where or ""), self.fix
+
+    @classmethod
+    def of_words(cls, words: Sequence[str]) -> Self:
+        what, where, fix = words
+        return cls(what, where=where, fix=fix)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -89,6 +100,13 @@ def refusing(
     except of as error:
         place = where(error) if callable(where) else where
         raise PlanError(f"{what}: {first_line(error)}", where=place, fix=fix) from error
+
+
+def imported(name: str, what: str, *, where: str, fix: str) -> Any:
+    """The module ``name``. Raises PlanError if its package, which ``what`` needs, is missing or broken."""
+    needs = f"{what} needs the package {name.partition('.')[0]}"
+    with refusing(needs, where=where, fix=fix, of=(ImportError, OSError)):
+        return import_module(name)
 
 
 def message_of(error: BaseException) -> str:

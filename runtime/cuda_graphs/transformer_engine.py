@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.base import RankProgram
-from passes.errors import PlanError
+from passes.errors import PlanError, imported
 from passes.interceptors import installed
 from passes.ops.random_state import Draw, RandomState
 from passes.ops.region import RegionCall, run_eagerly
@@ -189,11 +189,8 @@ def _collector_as_found() -> Iterator[None]:
 
 def _make_graphed_callables() -> Callable[..., Sequence[Callable[..., Any]]]:
     """Import Transformer Engine's function. Raises PlanError if it is missing, or lacks one of the arguments."""
-    try:
-        make = importlib.import_module("transformer_engine.pytorch").make_graphed_callables
-    except (ImportError, OSError) as error:
-        what = f"impl: transformer_engine needs the package transformer_engine: {error}"
-        raise PlanError(what, where=WHERE, fix=f"pip install '{EXTRA}'") from error
+    engine = imported("transformer_engine.pytorch", "cuda_graphs.impl", where=WHERE, fix=f"pip install '{EXTRA}'")
+    make = engine.make_graphed_callables
     _check_keywords(inspect.signature(make).parameters)
     return make
 

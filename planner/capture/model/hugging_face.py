@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from passes.errors import PlanError, Where, refusing
+from passes.errors import PlanError, Where, imported, refusing
 from passes.interceptors import installed
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
@@ -41,12 +41,7 @@ def hugging_face_model(
 
     Raises PlanError for a config that is invalid, needs code of its own, or gives a model that cannot be built.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise PlanError(
-            "an hf: model needs the transformers package", where="MODEL", fix="pip install 'meshwright[hf]'"
-        ) from None
+    transformers = imported("transformers", "an hf: model", where="MODEL", fix="pip install 'meshwright[hf]'")
     transformers.logging.disable_progress_bar()
     config = _read_config(path)
     if materialize and is_directory(path) and list(path.glob("*.safetensors")):

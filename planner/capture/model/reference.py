@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from passes.errors import PlanError, Where, refusing
+from passes.errors import PlanError, Where, imported, refusing
 from planner.capture.model.eager import uncompiled
 from planner.capture.model.exchange import seed_generators
 from planner.capture.model.hugging_face import Fill, hugging_face_model, import_class, offline
@@ -170,21 +170,13 @@ def _with_adapters(reference: str, materialize: bool, seed: int, values_later: b
 
 
 def _wrapped(base: nn.Module, file: Path) -> nn.Module:
-    peft = _package()
+    peft = imported("peft", "--peft", where="--peft", fix="pip install 'meshwright[peft]'")
     where, fix = Where(file=str(file)), "correct the config: peft's documentation lists the settings of each method"
     config = _config(peft, file, where, fix)
     kinds = ValueError, TypeError, KeyError, AttributeError
     cannot = refusing("peft cannot make this adapter", where=where, fix=fix, of=kinds)
     with cannot, offline(), warnings.catch_warnings(action="ignore"):
         return peft.get_peft_model(base, config)
-
-
-def _package() -> Any:
-    try:
-        return import_module("peft")
-    except ImportError:
-        fix = "pip install 'meshwright[peft]'"
-        raise PlanError("--peft needs the package peft", where="--peft", fix=fix) from None
 
 
 def _config(peft: Any, file: Path, where: Where, fix: str) -> Any:

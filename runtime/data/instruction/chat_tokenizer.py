@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from passes.errors import PlanError, first_line
+from passes.errors import PlanError, first_line, imported
 from planner.files.text import MIB, is_directory, is_file, read_text, shorten
 from runtime.data.instruction.conversation import Message
 from runtime.data.instruction.template import Case, ChatTemplate
@@ -138,13 +138,10 @@ def _loaded(path: Path) -> Any:
     if not is_directory(path):
         what = f"{shorten(path)} is no directory of a tokenizer: a tokenizer.json alone has no template"
         raise PlanError(what, where="--tokenizer", fix=_DIRECTORY)
+    fix = "pip install 'meshwright[data]'"
+    library = imported("transformers", "a tokenizer with a template", where="--tokenizer", fix=fix)
     try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        fix = "pip install 'meshwright[data]'"
-        raise PlanError("the package transformers is not installed", where="--tokenizer", fix=fix) from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        tokenizer = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # panics of the library are no Exception

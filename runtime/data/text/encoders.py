@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from passes.errors import PlanError
+from passes.errors import PlanError, imported
 from planner.files.text import MIB, is_file, read_json, read_text, shorten
 from runtime.data.tokens import SENTENCE, WORD, Piece, TextPart, Tokenization, id_dtype
 
@@ -141,15 +141,12 @@ def _decoded(document: list[TextPart]) -> str:
 
 
 def _load(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        fix = "pip install 'meshwright[text]', or remove --tokenizer to use bytes"
-        raise PlanError("the library `tokenizers` is not installed", where="--tokenizer", fix=fix) from None
+    fix = "pip install 'meshwright[text]', or remove --tokenizer to use bytes"
+    library = imported("tokenizers", "--tokenizer", where="--tokenizer", fix=fix)
     path = path / _FILE if path.is_dir() else path
     content = read_text(path, "tokenizer", most_bytes=256 * MIB, fix=_FIX)
     try:
-        tokenizer = Tokenizer.from_str(content)
+        tokenizer = library.Tokenizer.from_str(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode("a b", add_special_tokens=False)
