@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from passes.errors import PlanError, Where
 
@@ -105,12 +105,27 @@ def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str 
         raise PlanError(words, where=shorten(path), fix=fix) from None
 
 
-def open_regular(path: str | PathLike[str]) -> int:
+@contextmanager
+def opened(path: Path, fix: str = "give a readable file", *, follows: bool = True) -> Iterator[BinaryIO]:
+    """A regular file for reading, behind a link too if it ``follows``. Raises PlanError, naming the file, for anything
+    else, and if the disk fails meanwhile.
+    """
+    try:
+        with os.fdopen(open_regular(path, follows=follows), "rb") as file:
+            yield file
+    except PlanError:  # a ValueError too
+        raise
+    except (OSError, ValueError) as error:
+        raise cannot_read(path, error, fix) from None
+
+
+def open_regular(path: str | PathLike[str], *, follows: bool = True) -> int:
     """A descriptor of a regular file for reading; any other kind of file is an error, without waiting for it.
 
     Raises OSError, ValueError for a name that no file can have.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    of_links = 0 if follows else getattr(os, "O_NOFOLLOW", 0)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | of_links)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return handle
@@ -144,8 +159,8 @@ def check_file(path: Path, option: str) -> None:
         raise PlanError(f"cannot write {shorten(path)}: {why}", where=option, fix="give a writable file")
 
 
-def cannot_read(path: Path, error: Exception) -> PlanError:
-    return PlanError(f"cannot read {shorten(path)}: {reason(error)}", where=shorten(path), fix="give a readable file")
+def cannot_read(path: Path, error: Exception, fix: str = "give a readable file") -> PlanError:
+    return PlanError(f"cannot read {shorten(path.name or path)}: {reason(error)}", where=shorten(path), fix=fix)
 
 
 def shorten(text: object, most: int = 300) -> str:

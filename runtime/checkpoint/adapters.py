@@ -28,7 +28,7 @@ from planner.files.text import read_json
 from planner.frozen_plan import Plan
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
 from runtime.checkpoint.pretrained_load import read_all
-from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed, require_fit
 from runtime.distributed.agreement import agreed, broadcast_json, halfway
 from runtime.weights.shards import RankWeights, whole
 
@@ -167,18 +167,14 @@ def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) ->
         what = f"peft saves only the result of the module that makes {listed(computed)}, not its weights"
         raise PlanError(what, where=str(files.directory), fix="resume from a training state (engine.load, --resume)")
     shapes = {name: list(value.shape) for name, value in adapted.module.state_dict(keep_vars=True).items()}
-    problems = [
+    wrong = [
         f"{stored} has shape {list(files.tensors[stored].shape)}, the model has {shapes[name]}"
         for stored, name in names.items()
         if name and stored in files.tensors and list(files.tensors[stored].shape) != shapes[name]
-    ][:1]
-    if absent := [stored for stored in names if stored not in files.tensors]:
-        problems.append(f"absent: {listed(absent)}")
-    if extra := [stored for stored in files.tensors if stored not in names]:
-        problems.append(f"unexpected: {listed(extra)}")
-    if problems:
-        raise PlanError(
-            f"the adapter does not fit the planned model: {'; '.join(problems)}", where=str(files.directory), fix=_FIX
-        )
+    ]
+    absent = [stored for stored in names if stored not in files.tensors]
+    extra = [stored for stored in files.tensors if stored not in names]
+    what, lists = "the adapter does not fit the planned model", {"absent": absent, "unexpected": extra}
+    require_fit(what, lists, wrong, where=str(files.directory), fix=_FIX)
     first = {name: row.name for row in plan.parameters for name in (row.name, *row.aliases)}
     return {first.get(name, name): files.source(stored) for stored, name in names.items() if name}

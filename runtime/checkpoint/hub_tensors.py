@@ -7,7 +7,6 @@ Of an assembly, only the elements of its sources that a part has are read, strai
 rows that have elements of the part, and for a call every source in full, in memory of their own.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -169,7 +168,12 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
+
+    def by_width(self) -> int:
+        """Its place in a file. Wide types first: every tensor then starts at a multiple of its element's size, as
+        readers that map files expect."""
+        return -self.dtype.itemsize
 
 
 def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
@@ -177,14 +181,12 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
     if max_bytes < 1:
         raise PlanError(f"max_shard_bytes is {max_bytes}", fix="give a positive number of bytes")
     parts = filled(entries, lambda entry: entry.num_bytes, max_bytes) or [[]]
-    # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
-    ordered = [sorted(part, key=lambda e: -e.dtype.itemsize) for part in parts]
-    names = (
-        [SINGLE]
-        if len(parts) == 1
-        else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    )
-    return dict(zip(names, ordered, strict=True))
+    return {file_name(i, len(parts)): sorted(part, key=Entry.by_width) for i, part in enumerate(parts)}
+
+
+def file_name(number: int, count: int) -> str:
+    """Of ``count`` files, counted from 0."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def filled(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:

@@ -26,7 +26,7 @@ from planner.capture.model.eager import plain_name
 from planner.files.atomic import write_new
 from planner.sharding.boxes import Box, num_corners, tiles
 from runtime.checkpoint.lines import NO_LINE, Line, SavePosition
-from runtime.checkpoint.safetensors_files import read_small
+from runtime.checkpoint.safetensors_files import bad_save, read_small
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 4
 WITH_NAMES = 4
@@ -320,7 +320,7 @@ def _problem(manifest: Manifest) -> str:
 
 
 def _damaged(path: Path, how: str) -> PlanError:
-    return PlanError(f"{path.name} is damaged: {how}", where=str(path), fix="load another save")
+    return bad_save(path, f"is damaged: {how}")
 
 
 def json_of(extra: Any) -> dict[str, JsonValue]:

@@ -6,21 +6,20 @@ rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
-from passes.errors import PlanError
 from planner.capture.model.eager import plain_name
 from planner.sharding.boxes import Box
 from runtime.checkpoint.hub_tensors import Entry
 from runtime.checkpoint.manifest import FileEntry, Manifest, OptimizerEntry, TensorEntry, key_of, now
 from runtime.checkpoint.pretrained_save import header_of
-from runtime.checkpoint.safetensors_files import DTYPES, OpenFiles, check_whole, opened
+from runtime.checkpoint.safetensors_files import OTHER_SAVE, OpenFiles, StoredTensor, bad_save, check_whole, of_save
 
 _CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Python's lock seldom
 
@@ -56,8 +55,7 @@ def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], opt
     counts = optimizer.updates, optimizer.rested
     if not pieces:
         return Record(None, (), *counts)
-    # Wide types first: every tensor then starts at a multiple of its element's size, as readers that map files expect.
-    ordered = sorted(pieces, key=lambda piece: -piece.values.dtype.itemsize)
+    ordered = sorted(pieces, key=lambda piece: piece.entry.by_width())
     path, digest, size = directory / f"rank-{rank:05d}.safetensors", xxhash.xxh3_128(), 0
     with path.open("xb") as file:
         for part in (header_of(piece.entry for piece in ordered), *ordered):
@@ -105,9 +103,11 @@ class PieceReader(OpenFiles):
     contradicts the manifest.
     """
 
+    fix = OTHER_SAVE
+
     def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:
         self._directory, self._manifest = directory, manifest
-        self._keys: dict[int, dict[str, str]] = {}  # of a file: by names as plans have them, as it has them
+        self._stored: dict[int, dict[str, StoredTensor]] = {}  # of a file: by names as plans have them
         self._wanted = {file.name for file in manifest.files} if needed is None else set(needed)
         super().__init__()
 
@@ -118,13 +118,8 @@ class PieceReader(OpenFiles):
             held = Box(start, stop)
             common = held.intersection(box)
             if common is not None:
-                path = self._directory / self._manifest.files[index].name
-                try:
-                    values = self._handles[index].get_tensor(self._keys[index][key_of(kind, name, start)])
-                except (OSError, SafetensorError) as error:
-                    what = f"{name} cannot be read from {path.name}: {error}"
-                    raise PlanError(what, where=str(path), fix="load another save") from error
-                target[common.slices_in(box)].copy_(values[common.slices_in(held)])
+                within = Box(*(tuple(map(sub, end, start)) for end in (common.start, common.stop)))
+                self.read_stored(self._stored[index][key_of(kind, name, start)], within, target[common.slices_in(box)])
                 found += common.num_elements
         assert found == box.num_elements, f"{name}: {found} of {box.num_elements} elements"
 
@@ -133,17 +128,14 @@ class PieceReader(OpenFiles):
         expected = _expected(self._manifest, files)
         for index, entry in files.items():
             path = self._directory / entry.name
-            with opened(path):
+            with of_save(path):
                 pass  # that it is a regular file
             try:
-                handle = self._opened(path)
-                keys = {plain_name(key): key for key in handle.keys()}  # noqa: SIM118
-                found = {name: _described(handle.get_slice(key)) for name, key in keys.items()}
+                stored = self._stored[index] = {plain_name(each.name): each for each in self._tensors_in(path)}
             except (OSError, SafetensorError) as error:
-                raise _not_as_said(path, str(error)) from error
-            if found != expected[index]:
-                raise _not_as_said(path, "it contains other tensors")
-            self._handles[index], self._keys[index] = handle, keys
+                raise bad_save(path, f"does not match the manifest: {error}") from error
+            if {name: (each.shape, str(each.dtype)) for name, each in stored.items()} != expected[index]:
+                raise bad_save(path, "does not match the manifest: it contains other tensors")
 
 
 def check_files(directory: Path, files: Iterable[FileEntry]) -> None:
@@ -158,15 +150,6 @@ def _expected(manifest: Manifest, files: Iterable[int]) -> dict[int, dict[str, t
     for name, entry in manifest.tensors.items():
         for index, start, stop in entry.pieces:
             if index in found:
-                described = {key_of(kind, name, start): (Box(start, stop).shape, d) for kind, d in entry.values.items()}
-                found[index].update(described)
+                shape = Box(start, stop).shape
+                found[index] |= {key_of(kind, name, start): (shape, f"torch.{d}") for kind, d in entry.values.items()}
     return found
-
-
-def _described(values: Any) -> tuple[tuple[int, ...], str]:
-    dtype = DTYPES.get(str(values.get_dtype()))
-    return tuple(values.get_shape()), str(dtype).removeprefix("torch.")
-
-
-def _not_as_said(path: Path, how: str) -> PlanError:
-    return PlanError(f"{path.name} does not match the manifest: {how}", where=str(path), fix="load another save")

@@ -22,7 +22,7 @@ from planner.progress import shown_if_slow
 from planner.sharding.boxes import Box, part_of
 from planner.sharding.parameters import ParameterPlan
 from runtime.checkpoint.hub_tensors import names_of_files, read_into, read_ranges
-from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed
+from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed, require_fit
 from runtime.checkpoint.weight_files import WeightFiles
 from runtime.distributed.agreement import agreed, halfway
 from runtime.distributed.groups import Groups
@@ -116,9 +116,16 @@ def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[ParameterPla
     absent += [base for base, name in buffers_of.items() if name not in buffers and not hub.ignores_absent(base)]
     others = [(name, source.name) for name in made if name not in known for source in sources(tuple(made[name]))]
     extra = [stored for name, stored in others if not (hub.ignores_unexpected(stored) or hub.ignores_unexpected(name))]
-    twice = [[source.name for source in sources(tuple(m))] for name, m in made.items() if name in known and len(m) > 1]
+    twice = next(([s.name for s in sources(tuple(m))] for name, m in made.items() if name in known and len(m) > 1), [])
     wrong = [w for row in rows for m in parameters.get(row.name, ()) if (w := _misfit(files, m, row))]
-    _raise_misfits(files, absent, extra, twice, [*converted.problems, *wrong])
+    lists = {
+        "absent": absent,
+        f"unexpected in {_files_of(extra, files)}": extra,
+        f"stored twice under different names in {_files_of(twice, files)}": twice,
+    }
+    one = {stored.file for stored in files.tensors.values()}
+    where = str(one.pop() if len(one) == 1 else files.directory)
+    require_fit("the checkpoint does not fit the model", lists, [*converted.problems, *wrong], where=where, fix=FIX)
     return Found(parameters, buffers)
 
 
@@ -171,23 +178,8 @@ def _misfit(files: SafetensorsFiles, made: Assembly, row: ParameterPlan | Descri
     return ""
 
 
-def _raise_misfits(
-    files: SafetensorsFiles, absent: list[str], extra: list[str], twice: list[list[str]], wrong: list[str]
-) -> None:
-    def within(names: list[str]) -> str:
-        return listed(sorted({files.tensors[name].file.name for name in names}))
-
-    found = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
-    if absent:
-        found.append(f"absent: {listed(absent)}")
-    if extra:
-        found.append(f"unexpected in {within(extra)}: {listed(extra)}")
-    if twice:
-        found.append(f"stored twice under different names in {within(twice[0])}: {listed(twice[0])}")
-    if found:
-        one = {stored.file for stored in files.tensors.values()}
-        where = one.pop() if len(one) == 1 else files.directory
-        raise PlanError(f"the checkpoint does not fit the model: {'; '.join(found)}", where=str(where), fix=FIX)
+def _files_of(names: list[str], files: SafetensorsFiles) -> str:
+    return listed(sorted({files.tensors[name].file.name for name in names}))
 
 
 # ---- values

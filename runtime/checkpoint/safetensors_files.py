@@ -10,9 +10,8 @@ block for ever, a device never ends, and a link may lead out of the directory.
 """
 
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -24,10 +23,11 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.capture.model.assembly import Source
-from planner.files.text import is_directory, open_regular, read_json, reason, shorten
+from planner.files.text import is_directory, opened, read_json, shorten
 from planner.progress import see_one
 from planner.sharding.boxes import Box
 
+OTHER_SAVE = "load another save"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -61,7 +61,12 @@ class StoredTensor:
 
 
 class OpenFiles:
-    """Owns open safetensors files; to be used in a ``with``. Those that are open are closed if another cannot be."""
+    """Owns open safetensors files; to be used in a ``with``. Those that are open are closed if another cannot be.
+
+    ``fix``: of one that cannot be read after all.
+    """
+
+    fix = "provide an undamaged copy of the file"
 
     def __init__(self) -> None:
         self._stack, self._handles = ExitStack(), dict[Any, Any]()
@@ -81,9 +86,32 @@ class OpenFiles:
     def _open_all(self) -> None:
         raise NotImplementedError
 
-    def _opened(self, path: Path) -> Any:
-        """Raises OSError and SafetensorError."""
-        return self._stack.enter_context(safe_open(str(path), framework="pt"))
+    def _tensors_in(self, path: Path) -> Iterator[StoredTensor]:
+        """Those of one more file. Raises OSError and SafetensorError, and PlanError for a dtype that is not read."""
+        handle = self._handles[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
+        for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
+            values = handle.get_slice(name)
+            dtype = DTYPES.get(code := str(values.get_dtype()))
+            if dtype is None:
+                what = f"{shorten(name)} in {path.name} is stored as {code}, which is not read"
+                raise PlanError(what, where=str(path), fix="load the directory of the model that was quantised")
+            yield StoredTensor(name, path, tuple(values.get_shape()), dtype)
+
+    def read_stored(self, stored: StoredTensor, box: Box, target: Tensor) -> None:
+        """Copy ``box`` of a tensor as it lies in its file to ``target``, which has its shape, and cast to its dtype.
+
+        Raises PlanError if the file cannot be read after all.
+        """
+        name = stored.name
+        try:
+            if box.shape == stored.shape:
+                target.copy_(self._handles[stored.file].get_tensor(name))
+            else:
+                values = self._handles[stored.file].get_slice(name)
+                target.copy_(values[box.slices])
+        except (OSError, SafetensorError) as error:
+            raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=self.fix) from error
+        see_one("parts", box.num_elements * target.element_size())
 
 
 class SafetensorsFiles(OpenFiles):
@@ -103,25 +131,8 @@ class SafetensorsFiles(OpenFiles):
         return Source(name, self.tensors[name].shape)
 
     def read(self, name: str, box: Box, target: Tensor) -> None:
-        """Copy ``box`` of ``name`` to ``target``, which has its shape. Casts to the dtype of ``target``.
-
-        Raises PlanError if the file cannot be read after all.
-        """
+        """``read_stored``, by the name of a tensor."""
         self.read_stored(self.tensors[name], box, target)
-
-    def read_stored(self, stored: StoredTensor, box: Box, target: Tensor) -> None:
-        """``read``, of a tensor as it lies in its file."""
-        name = stored.name
-        try:
-            if box.shape == stored.shape:
-                target.copy_(self._handles[stored.file].get_tensor(name))
-            else:
-                values = self._handles[stored.file].get_slice(name)
-                target.copy_(values[box.slices])
-        except (OSError, SafetensorError) as error:
-            fix = "provide an undamaged copy of the file"
-            raise PlanError(f"{name} cannot be read: {error}", where=str(stored.file), fix=fix) from error
-        see_one("parts", box.num_elements * target.element_size())
 
     # ---- opening
 
@@ -167,17 +178,10 @@ class SafetensorsFiles(OpenFiles):
     def _open(self, path: Path) -> None:
         _check_header(path)
         try:
-            handle = self._handles[path] = self._opened(path)
-            for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
-                if name in self.tensors:
-                    what = f"{shorten(name)} is stored twice, in {self.tensors[name].file.name} and {path.name}"
+            for stored in self._tensors_in(path):
+                if (other := self.tensors.setdefault(stored.name, stored)) is not stored:
+                    what = f"{shorten(stored.name)} is stored twice, in {other.file.name} and {path.name}"
                     raise PlanError(what, where=str(self.directory), fix="take the index and the files of one save")
-                values = handle.get_slice(name)
-                dtype = DTYPES.get(code := str(values.get_dtype()))
-                if dtype is None:
-                    what = f"{shorten(name)} in {path.name} is stored as {code}, which is not read"
-                    raise PlanError(what, where=str(path), fix="load the directory of the model that was quantised")
-                self.tensors[name] = StoredTensor(name, path, tuple(values.get_shape()), dtype)
         except (OSError, SafetensorError) as error:
             what = f"{path.name} is truncated or not a safetensors file: {error}"
             raise PlanError(what, where=str(path), fix="complete the download, or save the model again") from error
@@ -188,6 +192,16 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     all_names = [shorten(name, 200) for name in names]
     more = len(all_names) - most
     return ", ".join(all_names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def require_fit(
+    what: str, lists: Mapping[str, Collection[str]], wrong: Sequence[str], *, where: str = "", fix: str
+) -> None:
+    """Raise one PlanError if anything is ``wrong`` or a list of names is not empty: the first of each, and how many
+    more."""
+    told = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
+    if told := told + [f"{how}: {listed(names)}" for how, names in lists.items() if names]:
+        raise PlanError(f"{what}: {'; '.join(told)}", where=where, fix=fix)
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
@@ -208,11 +222,8 @@ def _check_header(path: Path) -> None:
     A link is followed: the cache of Hugging Face is made of them.
     """
     fix = "complete the download, or save the model again"
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            size, told = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path.name} cannot be read: {reason(error)}", where=str(path), fix=fix) from None
+    with opened(path, fix) as file:
+        size, told = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if size < 8 or told > size - 8:
         raise PlanError(f"{path.name} is truncated or not a safetensors file", where=str(path), fix=fix)
     if told > MOST_HEADER:
@@ -233,55 +244,40 @@ def _no_weights(directory: Path, others: list[str]) -> PlanError:
     return PlanError(what, where=str(directory), fix="give a directory with config.json and safetensors")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading. Raises PlanError, naming it, for anything else, and if the disk fails."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise cannot_read(path, error) from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise PlanError(f"{path.name} is not a regular file", where=str(path), fix="load another save")
-    with os.fdopen(handle, "rb") as file:
-        try:
-            yield file
-        except OSError as error:
-            raise cannot_read(path, error) from None
+def of_save(path: Path) -> AbstractContextManager[BinaryIO]:
+    """A file of a save for reading, as ``opened``: it is no link."""
+    return opened(path, OTHER_SAVE, follows=False)
 
 
 def read_small(path: Path, most: int) -> bytes:
     """All of a file of at most ``most`` bytes. Raises PlanError."""
-    with opened(path) as file:
+    with of_save(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise PlanError(f"{path.name} has more than {most:,} bytes", where=str(path), fix="load another save")
+        raise bad_save(path, f"has more than {most:,} bytes")
     return content
 
 
 def check_size(path: Path, num_bytes: int) -> None:
     """Raise PlanError, naming the file, unless it has the size that was written."""
-    with opened(path) as file:
+    with of_save(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != num_bytes:
-        raise PlanError(
-            f"{path.name} has {size:,} bytes, but {num_bytes:,} were written", where=str(path), fix="load another save"
-        )
+        raise bad_save(path, f"has {size:,} bytes, but {num_bytes:,} were written")
 
 
 def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
     """Read all of a file. Raises PlanError, naming it, unless its size and checksum are those that were written."""
     check_size(path, num_bytes)
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
-    with opened(path) as file:
+    with of_save(path) as file:
         while count := file.readinto(chunk):  # pyright: ignore[reportAttributeAccessIssue]
             digest.update(chunk[:count])
             see_one("parts", count)
     if digest.hexdigest() != checksum:
-        what = f"{path.name} is damaged or belongs to another save: its checksum does not match"
-        raise PlanError(what, where=str(path), fix="load another save")
+        raise bad_save(path, "is damaged or belongs to another save: its checksum does not match")
 
 
-def cannot_read(path: Path, error: OSError | ValueError) -> PlanError:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return PlanError(f"cannot read {path.name[:200]}: {reason}", where=str(path)[:1000], fix="load another save")
+def bad_save(path: Path, what: str) -> PlanError:
+    """Of a file of a save."""
+    return PlanError(f"{path.name} {what}", where=str(path), fix=OTHER_SAVE)

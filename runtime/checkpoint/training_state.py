@@ -29,7 +29,7 @@ from planner.sharding.buckets import Range
 from planner.sharding.buffers import Buffer
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece, check_files
-from runtime.checkpoint.safetensors_files import listed
+from runtime.checkpoint.safetensors_files import listed, require_fit
 from runtime.checkpoint.saves import read_step, resolve
 from runtime.distributed.agreement import agreed, all_gather_json, broadcast_json, halfway
 from runtime.distributed.groups import Groups
@@ -118,17 +118,13 @@ class TrainingState:
         known = {row.name: row for row in self.plan.parameters}
         buffers = set(self.plan.hub.persistent_buffers)
         saved_buffers = saved.keys() - given
-        problems = []
         absent_buffers = sorted(buffers - saved_buffers)
         if manifest.has_weights_alone:
             absent_buffers = [name for name in absent_buffers if not self.plan.hub.ignores_absent(name)]
-        if absent := [*(n for n in known if n not in given), *absent_buffers]:
-            problems.append(f"absent: {listed(absent)}")
-        if extra := [n[:200] for n in saved if n not in (known if n in given else buffers)]:
-            problems.append(f"unexpected: {listed(extra)}")
-        problems += self._misfits(manifest, [name for name in known if name in given])[:1]
-        if problems:
-            raise PlanError(f"the save is of another model: {'; '.join(problems)}", fix=OTHER)
+        absent = [*(n for n in known if n not in given), *absent_buffers]
+        extra = [n for n in saved if n not in (known if n in given else buffers)]
+        wrong = self._misfits(manifest, [name for name in known if name in given])
+        require_fit("the save is of another model", {"absent": absent, "unexpected": extra}, wrong, fix=OTHER)
 
     @torch.no_grad()
     def restore(self, manifest: Manifest, reader: PieceReader) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +21,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from passes.errors import PlanError
-from planner.files.text import MIB, cannot_read, open_regular, parse_json, shorten
+from planner.files.text import MIB, cannot_read, opened, parse_json, shorten
 from runtime.data.tokens import PAIRS, Tokenization, Tokens
 
 MAGIC = b"\x93MWTOKEN"
@@ -108,21 +109,16 @@ class Header(BaseModel):
 
 def is_token_file(path: Path) -> bool:
     """Whether it begins as one, even if the file is truncated."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            begin = file.read(len(MAGIC))
-    except (OSError, ValueError):
-        return False
-    return bool(begin) and MAGIC.startswith(begin)
+    with suppress(PlanError), opened(path) as file:
+        begin = file.read(len(MAGIC))
+        return bool(begin) and MAGIC.startswith(begin)
+    return False
 
 
 def read_header(path: Path) -> Header:
     """The header, of a file that is as long as it says. Raises PlanError for any other."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            begin, size = file.read(BEGIN), os.fstat(file.fileno()).st_size
-    except (OSError, ValueError) as error:
-        raise cannot_read(path, error) from None
+    with opened(path) as file:
+        begin, size = file.read(BEGIN), os.fstat(file.fileno()).st_size
     if not begin.startswith(MAGIC) and not (begin and MAGIC.startswith(begin)):
         raise _bad(path, "is not a token file")
     if len(begin) < BEGIN:

@@ -23,10 +23,10 @@ from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import name_beside, write_whole
 from planner.files.text import writing
 from runtime.checkpoint.atomic_directory import FIX, sync
-from runtime.checkpoint.hub_tensors import Entry, check_names, filled, made_tensor
+from runtime.checkpoint.hub_tensors import Entry, check_names, file_name, filled, made_tensor
 from runtime.checkpoint.merged import Outgoing, outgoing
 from runtime.checkpoint.pretrained_save import index_of, is_weights, write_safetensors
-from runtime.checkpoint.safetensors_files import INDEX, SINGLE
+from runtime.checkpoint.safetensors_files import INDEX
 from runtime.distributed.agreement import agreed, broadcast_json, until_rank_0_is_done
 from runtime.distributed.faults.faults import shared_call
 from runtime.distributed.same_options import require_same
@@ -109,10 +109,8 @@ class Directory:
                 write_whole(self._directory / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def take(self, bucket: Bucket) -> None:
-        name = f"model-{len(self._files) + 1:05d}-of-{self._num_buckets:05d}.safetensors"
-        name = SINGLE if self._num_buckets == 1 else name
-        entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in bucket.items()]
-        entries.sort(key=lambda entry: -entry.dtype.itemsize)  # every tensor at a multiple of its element's size
+        name = file_name(len(self._files), self._num_buckets)
+        entries = sorted((Entry(n, tuple(t.shape), t.dtype) for n, t in bucket.items()), key=Entry.by_width)
         with self._writing():
             partial = name_beside(self._directory / name)
             write_safetensors(partial, entries, iter(bucket[entry.name] for entry in entries))

@@ -7,15 +7,14 @@ directories of the library ``datasets``, one after another.
 """
 
 import json
-import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from passes.errors import PlanError, first_line
-from planner.files.text import MIB, cannot_read, is_directory, is_file, open_regular, shorten
+from passes.errors import PlanError, first_line, imported
+from planner.files.text import MIB, is_directory, is_file, opened, shorten
 from runtime.data.tokens import TextPart
 
 PART_BYTES = MIB
@@ -39,7 +38,7 @@ class Split(StrEnum):
 
 def parts(
     files: Iterable[Path],
-    split: Split,
+    split: Split = Split.file,
     field: str = "text",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     of_datasets: str | None = None,
@@ -57,20 +56,15 @@ def parts(
                 yield TextPart(content, True, row.path, row=row.where)
         return
     for path in files:
-        try:
-            with os.fdopen(open_regular(path), "rb") as file:
-                yield from _SPLITS[split](_Told(file, on_bytes), path)
-        except (OSError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise cannot_read(path, error) from None
+        with opened(path) as file:
+            yield from _SPLITS[split](_Told(file, path, on_bytes), path)
 
 
 class _Told:
-    """A file that reports the bytes read from it. Owns the position of the next byte."""
+    """A file that reports the bytes read from it. Owns the position of the next byte, and the number of the line."""
 
-    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
-        self.file, self.on_bytes = file, on_bytes
+    def __init__(self, file: BinaryIO, path: Path, on_bytes: Callable[[int], None]) -> None:
+        self.file, self.path, self.on_bytes, self.line = file, path, on_bytes, 0
         self.place = len(_MARK) if file.read(len(_MARK)) == _MARK else 0
         file.seek(self.place)
 
@@ -79,10 +73,15 @@ class _Told:
 
     def lines(self) -> Iterator[bytes]:
         while line := self._told(self.file.readline(MOST_LINE_BYTES + 1)):
+            self.line += 1
             if len(line) > MOST_LINE_BYTES:
-                what = f"a line of {shorten(self.file.name)} is longer than {MOST_LINE_BYTES // MIB} MiB"
-                raise PlanError(what, where=f"byte {self.place - len(line)}", fix="split the text into lines")
+                what = f"a line is longer than {MOST_LINE_BYTES // MIB} MiB"
+                raise PlanError(what, where=self.where, fix="split it into several")
             yield line
+
+    @property
+    def where(self) -> str:
+        return f"{shorten(self.path)}:{self.line}"
 
     def _told(self, content: bytes) -> bytes:
         self.place += len(content)
@@ -194,26 +193,15 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _of_lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[Row]:
-    line_number, number, name = 0, 0, shorten(path)
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            while line := file.readline(MOST_LINE_BYTES + 1):
-                on_bytes(len(line))
-                line_number += 1
-                where = f"{name}:{line_number}"
-                if len(line) > MOST_LINE_BYTES:
-                    what = f"a line is longer than {MOST_LINE_BYTES // MIB} MiB"
-                    raise PlanError(what, where=where, fix="split the row")
-                if line.strip():
-                    yield Row(_parsed(line), path, where, number)
-                    number += 1
-    except (OSError, ValueError) as error:
-        raise error if isinstance(error, PlanError) else cannot_read(path, error) from None
+    with opened(path) as content:
+        file = _Told(content, path, on_bytes)
+        for number, line in enumerate(filter(bytes.strip, file.lines())):
+            yield Row(_parsed(line), path, file.where, number)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | PlanError:
     try:
-        value = json.loads(line.removeprefix(_MARK).decode())
+        value = json.loads(line.removeprefix(_MARK).decode())  # files may have been joined
         if b"\\u" in line:  # half a surrogate pair is no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -246,21 +234,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[list[dict[str, Any]]]:
-    try:
-        from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise _needs("pyarrow", path) from None
-    with ParquetFile(path) as file:
+    with _reader("pyarrow.parquet", path).ParquetFile(path) as file:
         for batch in file.iter_batches(_BATCH):
             yield batch.to_pylist()
 
 
 def _dataset(path: Path, split: str | None) -> Iterator[list[dict[str, Any]]]:
-    try:
-        from datasets import load_from_disk  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise _needs("datasets", path) from None
-    found = load_from_disk(str(path))
+    found = _reader("datasets", path).load_from_disk(str(path))
     if isinstance(found, dict):
         if split is None and len(found) == 1:
             split = next(iter(found))
@@ -272,9 +252,9 @@ def _dataset(path: Path, split: str | None) -> Iterator[list[dict[str, Any]]]:
         yield [dict(row) for row in found.select(range(begin, min(begin + _BATCH, len(found))))]
 
 
-def _needs(package: str, path: Path) -> PlanError:
-    what = f"reading {shorten(path)} needs the package {package}, which is not installed"
-    return PlanError(what, where=shorten(path), fix="pip install 'meshwright[data]', or write JSON lines")
+def _reader(module: str, path: Path) -> Any:
+    what, fix = f"reading {shorten(path)}", "pip install 'meshwright[data]', or write JSON lines"
+    return imported(module, what, where=shorten(path), fix=fix)
 
 
 def files_of(source: str, option: str = "--data") -> list[Path]:

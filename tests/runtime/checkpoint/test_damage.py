@@ -143,13 +143,13 @@ def manifest_empty(run: Path) -> str:
 def a_fifo(run: Path) -> str:
     name = missing(run)
     os.mkfifo(run / NEW / name)
-    return f"{name} is not a regular file"
+    return f"{name}: a pipe, not a regular file"
 
 
 def a_fifo_as_manifest(run: Path) -> str:
     (run / NEW / "manifest.json").unlink()
     os.mkfifo(run / NEW / "manifest.json")
-    return "manifest.json is not a regular file"
+    return "manifest.json: a pipe, not a regular file"
 
 
 def a_device(run: Path) -> str:
