@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,7 +61,7 @@ def prepare_command(
     from runtime.data.instruction.prepare import prepare_samples
     from runtime.data.objectives.samples import counts_of
     from runtime.data.reading import read_tokens
-    from runtime.data.text.documents import size_of
+    from runtime.data.text.documents import parts, size_of
     from runtime.data.text.encoders import ByteEncoder, TokenizerFile
     from runtime.data.token_writer import prepare, texts_of
 
@@ -77,7 +78,8 @@ def prepare_command(
             encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, asked.end_token, begins=begins)
             split = Split.json if is_of_rows else asked.split_documents
             name = instruction.text or asked.field or "text"
-            header = prepare(files, output, encoder, split, name, advance, instruction.split)
+            read = partial(parts, files, split, name, of_datasets=instruction.split)
+            header = prepare(read, output, encoder, advance)
     write_text("\n".join(notes if instruction.json else [summary(header, output), *notes]))
     if instruction.length is not None and not instruction.json:
         write_text(counts_of(read_tokens(str(output)), instruction.length))

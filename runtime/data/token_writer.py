@@ -14,10 +14,10 @@ import xxhash
 from passes.errors import PlanError
 from planner.files.atomic import Replacement
 from planner.files.text import MIB, check_file, shorten, writing
-from runtime.data.text.documents import Split, parts, sources_of
+from runtime.data.text.documents import sources_of
 from runtime.data.text.encoders import Encoder
 from runtime.data.token_file import BEGIN, Header, is_token_file
-from runtime.data.tokens import Piece, Tokenization, id_dtype, with_end
+from runtime.data.tokens import Piece, TextPart, Tokenization, id_dtype, with_end
 
 _SECTIONS = ("ids", "marks", "ends", "words")
 _DTYPES = {name: np.dtype(kind) for name, kind in (("marks", "u1"), ("files", "u1"), ("ends", "<i8"), ("words", "<i8"))}
@@ -173,19 +173,16 @@ def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
 
 
 def prepare(
-    files: Iterable[Path],
+    read: Callable[..., Iterable[TextPart]],
     output: Path,
     encoder: Encoder,
-    split: Split = Split.file,
-    field: str = "text",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    of_datasets: str | None = None,
 ) -> Header:
-    """Write the tokens of ``files`` to ``output``, and return its header. ``on_bytes`` gets counts of read bytes.
-    ``field``, ``of_datasets``: of ``Split.json``.
+    """Write the tokens of a text to ``output``, and return its header. ``read``: ``parts`` with the files. ``on_bytes``
+    gets counts of read bytes.
 
     Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
     """
     with TokenWriter(output, encoder.tokenization, on_bytes=on_bytes) as writer:
-        writer.add(encoder.pieces(parts(files, split, field, writer.note_read, of_datasets)))
+        writer.add(encoder.pieces(read(on_bytes=writer.note_read)))
         return writer.finish()

@@ -99,7 +99,8 @@ class MaskedWords:
     def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
         """Role → int64 [length], and [] for sentence_order, which is there for pairs alone."""
         draw = np.random.default_rng([self.seed, epoch, index])
-        first, second, is_swapped = self._runs(*self.windows.span(index), draw)
+        begin, stop = self.windows[index].tolist()
+        first, second, is_swapped = self._runs(begin, stop, draw)
         text, bounds, segments = self._words([run for run in (first, second) if run is not None])
         chosen = choose_words(bounds, segments, self.share, self.ngram, draw)
         hidden = hide(text, bounds, chosen, self._mask, self._random, draw)

@@ -177,22 +177,9 @@ def _long(tokens: Tokens, sizes: np.ndarray, length: int) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Runs of tokens [begin, stop), in the order of the text. ``begins`` and ``stops`` (int64): [windows]."""
-
-    begins: np.ndarray
-    stops: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.begins)
-
-    def span(self, index: int) -> tuple[int, int]:
-        return int(self.begins[index]), int(self.stops[index])
-
-
-def sentence_windows(tokens: Tokens, most: int, at_once: int = _AT_ONCE) -> Windows:
+def sentence_windows(tokens: Tokens, most: int, at_once: int = _AT_ONCE) -> np.ndarray:
     """Runs of two sentences or more, of at most ``most`` tokens; longer only if two sentences alone are too long.
+    Their begins and stops, in the order of the text: int64 [windows, 2].
 
     ``at_once``: tokens looked at together, more in a longer document; a text may be larger than the memory.
     """
@@ -200,15 +187,14 @@ def sentence_windows(tokens: Tokens, most: int, at_once: int = _AT_ONCE) -> Wind
     cuts = np.flatnonzero(np.diff(heads // at_once)) + 1
     groups = zip(np.split(heads, cuts), np.split(tails, cuts), strict=True) if len(heads) else ()
     found = [_runs(np.asarray(tokens.marks[h[0] : t[-1]]), h, t, most) for h, t in groups]
-    nothing = np.zeros(0, dtype=np.int64)
-    return Windows(*(np.concatenate([nothing, *parts]) for parts in zip((nothing, nothing), *found, strict=True)))
+    return np.concatenate([np.zeros((0, 2), dtype=np.int64), *(np.stack(runs, 1) for runs in found)])
 
 
-def plain_windows(tokens: Tokens, most: int) -> Windows:
-    """Windows of ``most`` tokens, end to end in each document."""
+def plain_windows(tokens: Tokens, most: int) -> np.ndarray:
+    """Windows of ``most`` tokens, end to end in each document; int64 [windows, 2], their begins and stops."""
     heads, tails = documents(tokens)
     begins, sizes = _parts(heads, tails - heads, most)
-    return Windows(begins, begins + sizes)
+    return np.stack([begins, begins + sizes], 1)
 
 
 def inner_sentences(marks: np.ndarray, begin: int, stop: int) -> np.ndarray:

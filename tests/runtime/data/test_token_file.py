@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from passes.errors import PlanError
 from runtime.data.reading import gathered, read_tokens
+from runtime.data.text.documents import parts
 from runtime.data.text.encoders import ByteEncoder
 from runtime.data.token_file import BEGIN, Header, check_content, is_token_file, open_token_file
 from runtime.data.token_writer import TokenWriter, prepare
@@ -37,7 +39,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     (folder / "a").write_text("One two. Three.")
     (folder / "b").write_text("four")
-    prepare([folder / "a", folder / "b"], folder / "tokens", ByteEncoder())
+    prepare(partial(parts, [folder / "a", folder / "b"]), folder / "tokens", ByteEncoder())
     return folder / "tokens"
 
 
@@ -118,10 +120,10 @@ def test_identity_is_that_of_the_content(small: Path, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("One two. Three.")
     (tmp_path / "b").write_text("five")
     files = [tmp_path / "a", tmp_path / "b"]
-    prepare(files, tmp_path / "tokens", ByteEncoder())
+    prepare(partial(parts, files), tmp_path / "tokens", ByteEncoder())
     assert read_tokens(str(tmp_path / "tokens")).identity != read_tokens(str(small)).identity
     files[1].write_text("four")
-    prepare(files, tmp_path / "again", ByteEncoder())
+    prepare(partial(parts, files), tmp_path / "again", ByteEncoder())
     assert read_tokens(str(tmp_path / "again")).identity == read_tokens(str(small)).identity
 
 

@@ -1,6 +1,7 @@
 """What a run reads: training and validation apart, refused before it begins, and the same samples after a resume."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from passes.errors import PlanError
 from planner import plan
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout
+from runtime.data.text.documents import parts
 from runtime.data.text.encoders import ByteEncoder
 from runtime.data.token_batches import TokenBatches
 from runtime.data.token_writer import prepare
@@ -176,7 +178,7 @@ def test_a_resume_under_another_weight_decay_of_vectors_is_told(
 @pytest.mark.thorough
 def test_a_token_file_and_its_text_train_alike(tmp_path: Path) -> None:
     job = job_in(tmp_path, log=str(tmp_path / "text.jsonl"))
-    prepare([Path(job.data)], tmp_path / "tokens", ByteEncoder())
+    prepare(partial(parts, [Path(job.data)]), tmp_path / "tokens", ByteEncoder())
     of_file = job_in(tmp_path, data=str(tmp_path / "tokens"), log=str(tmp_path / "tokens.jsonl"))
     run_rank(job)
     run_rank(of_file)
@@ -220,7 +222,7 @@ def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_file_whose_ids_were_changed_is_refused(tmp_path: Path) -> None:
-    prepare([Path(job_in(tmp_path).data)], tmp_path / "tokens", ByteEncoder())
+    prepare(partial(parts, [Path(job_in(tmp_path).data)]), tmp_path / "tokens", ByteEncoder())
     content = bytearray((tmp_path / "tokens").read_bytes())
     content[4100] ^= 1
     (tmp_path / "tokens").write_bytes(content)

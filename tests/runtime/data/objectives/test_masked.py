@@ -72,7 +72,7 @@ def test_words_are_chosen_whole_and_meet_one_fate(case):
     seed, epoch, length, _ = case
     made = samples(False, length, seed)
     for index in range(made.num_samples):
-        begin, stop = made.windows.span(index)
+        begin, stop = made.windows[index].tolist()
         sample = made.sample(index, epoch)
         place = slice(1, 1 + stop - begin)
         chosen, hidden = sample["labels"][place] != NOTHING, sample["tokens"][place] == MASK

@@ -158,7 +158,7 @@ TEXTS = st.lists(SENTENCES.map(" ".join), min_size=1, max_size=5)
 
 
 def words_of(windows, tokens):
-    return [bytes(tokens.ids[slice(*windows.span(i))].tolist()).decode() for i in range(len(windows))]
+    return [bytes(tokens.ids[begin:stop].tolist()).decode() for begin, stop in windows.tolist()]
 
 
 def test_runs_of_sentences_are_as_long_as_fits():
@@ -196,18 +196,17 @@ def test_plain_windows_lie_end_to_end_in_each_document():
 def test_plain_windows_hold_every_token_once(texts, most):
     tokens = tokens_of(texts)
     windows = plain_windows(tokens, most)
-    seen = [i for n in range(len(windows)) for i in range(*windows.span(n))]
+    seen = [i for window in windows.tolist() for i in range(*window)]
     heads, tails = documents(tokens)
     assert seen == [i for a, b in zip(heads, tails, strict=True) for i in range(a, b)]
-    assert all(b - a <= most for a, b in map(windows.span, range(len(windows))))
+    assert all(b - a <= most for a, b in windows.tolist())
 
 
 @examples(60)
 @given(TEXTS, st.integers(4, 40), st.integers(1, 60))
 def test_sentence_windows_do_not_depend_on_how_many_tokens_are_looked_at_together(texts, most, at_once):
     whole, parts = (sentence_windows(tokens_of(texts), most, size) for size in (1 << 20, at_once))
-    assert whole.begins.tolist() == parts.begins.tolist()
-    assert whole.stops.tolist() == parts.stops.tolist()
+    assert whole.tolist() == parts.tolist()
 
 
 @examples(60)
@@ -216,7 +215,7 @@ def test_sentence_windows_hold_two_sentences_of_one_document_and_miss_no_pair(te
     tokens = tokens_of(texts)
     windows = sentence_windows(tokens, most)
     seen = np.zeros(len(tokens.ids), dtype=int)
-    for begin, stop in map(windows.span, range(len(windows))):
+    for begin, stop in windows.tolist():
         seen[begin:stop] += 1
         assert len(inner_sentences(tokens.marks, begin, stop)) >= 1
         assert 0 not in tokens.ids[begin:stop]  # an end token
