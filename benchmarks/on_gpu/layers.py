@@ -148,8 +148,8 @@ def alone(decided: Plan, device: torch.device) -> Iterator[Engine]:
         make(groups, (each for each in communicators(mesh, []) if each.name == "tp"))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            checks = BatchChecks(None, 0, mesh.world_size, groups.timeout)
-            patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, checks))
+            patch.setattr("runtime.engine.engine.open_rank", lambda *_: groups)
+            patch.setattr(BatchChecks, "check", lambda _, layout, batch, *, local: layout.check(batch, local=local))
             patch.setattr("runtime.engine.build.differing", lambda *_: [])  # no peers to compare weights and code with
             patch.setattr("runtime.engine.build.require_same_code", lambda *_, **__: None)
             yield Engine(decided, device=device)

@@ -9,20 +9,19 @@ On a GPU, an id out of range is a device assert: a late error without the id, af
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed import Store
 
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from passes.program.program import Assumption
 from planner.forms import PLAIN, Form, Forms, in_rows
-
-NO_BATCH = "rank 0 has no valid batch"
+from runtime.distributed.agreement import agreed, all_gather_json
+from runtime.distributed.groups import Groups
+from runtime.distributed.meeting import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,59 +207,24 @@ def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanE
 
 
 class BatchChecks:
-    """Checks of the batches of one rank. The first one is checked on all ranks at once, over ``store`` and not by a
-    collective: a rank with a bad batch must not leave the others waiting. No store: for a rank alone."""
+    """Checks of the batches of one rank. The first one is checked on all ranks at once, as a rank with a bad batch must
+    not leave the others waiting in a step; a global batch must then hold the integers of rank 0 everywhere."""
 
-    def __init__(self, store: Store | None, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+    def __init__(self, groups: Groups) -> None:
+        self._groups, self._is_first = groups, True
 
     def check(self, layout: BatchLayout, batch: Mapping[str, Tensor], *, local: bool) -> None:
         """Raises PlanError if the batch is not the plan's; the first time on every rank."""
-        store, self._store = self._store, None
-        if store is None:
-            check_here(layout, batch, self._rank, self._world_size, local=local)
-        else:
-            self._check_first(store, layout, batch, local=local)
-
-    def tell_failure(self, error: BaseException) -> None:
-        """This rank has no engine, and the others must not wait for it."""
-        if self._store is not None:
-            self._store.set("failed", f"rank {self._rank}: {type(error).__name__}: {error}")
-            self._tell(self._store, "", NO_BATCH)
-
-    def _check_first(self, store: Store, layout: BatchLayout, batch: Mapping[str, Tensor], *, local: bool) -> None:
-        """A rank that finds its own batch wrong says so and raises without any wait, and the others raise its words.
-        Global batches must hold the integers of rank 0 everywhere."""
-        own, expected, rank = "", NO_BATCH, self._rank
-        try:
-            check_here(layout, batch, rank, self._world_size, local=local)
-            integers = {name: value for name, value in batch.items() if not value.is_floating_point()}
-            expected = "local" if local else digest_of(integers)
-            if rank and store.get("batch/expected").decode() not in (expected, NO_BATCH):
-                own = "this batch differs from that of rank 0"
-        except PlanError as error:
-            own = error.what.removeprefix(f"rank {rank}: ")
-            raise
-        finally:
-            self._tell(store, own, expected)
-        store.wait(["batch/all_checked"], self._timeout)
-        if store.check(["failed"]):
-            told = store.get("failed").decode()
-            raise PlanError(f"not every rank can start: {told}", fix="see the output of that rank")
-        num_bad = store.add("batch/num_bad", 0)
-        if num_bad:
-            told = sorted(store.get(f"batch/bad/{i + 1}").decode() for i in range(min(num_bad, 8)))
+        groups, is_first, self._is_first = self._groups, self._is_first, False
+        if not is_first:
+            return check_here(layout, batch, groups.rank, groups.mesh.world_size, local=local)
+        with agreed(groups):
+            check_here(layout, batch, groups.rank, groups.mesh.world_size, local=local)
+        integers = {name: value for name, value in batch.items() if not value.is_floating_point()}
+        told = all_gather_json(groups, "" if local else digest_of(integers), str)
+        if odd := [rank for rank, digest in enumerate(told) if digest != told[0]]:
             fix = "give every rank the same global batch, or its own rows with train_step(batch, local=True)"
-            raise PlanError("the first batch does not fit on every rank: " + "; ".join(told), where="batch", fix=fix)
-
-    def _tell(self, store: Store, own: str, expected: str) -> None:
-        """Report that this rank has checked its batch; ``own``: the error found here."""
-        if self._rank == 0:
-            store.set("batch/expected", expected)
-        if own:
-            store.set(f"batch/bad/{store.add('batch/num_bad', 1)}", f"rank {self._rank}: {own}")
-        if store.add("batch/num_checked", 1) == self._world_size:
-            store.set("batch/all_checked", "1")
+            raise PlanError(f"the first batch of {listed(odd)} differs from that of rank 0", where="batch", fix=fix)
 
 
 def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, world_size: int, *, local: bool) -> None:

@@ -9,7 +9,7 @@ go on in the group's own time. They notice a dead peer at once: the connection c
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -146,22 +146,15 @@ def halfway(groups: Groups, state: str) -> Iterator[None]:
 
 def agree(groups: Groups, error: PlanError | None) -> None:
     """Exchange errors and raise the first one on every rank."""
-    words = error and (error.what, str(error.where or ""), error.fix)
-    errors = all_gather_json(groups, words, _error_of)
+    errors = all_gather_json(groups, error and error.words, lambda words: words and PlanError.of_words(words))
     for rank, found in enumerate(errors):
         if found is None:
             continue
         if error is not None and str(error) == str(found):
             raise error
-        others = "" if all(str(e) == str(found) for e in errors) else f"rank {rank}: "
+        is_named = found.what.startswith(whose := f"rank {rank}: ") or all(str(e) == str(found) for e in errors)
+        others = "" if is_named else whose
         raise PlanError(f"{others}{found.what}", where=found.where, fix=found.fix)
-
-
-def _error_of(words: Sequence[str] | None) -> PlanError | None:
-    if words is None:
-        return None
-    what, where, fix = words
-    return PlanError(what, where=where, fix=fix)
 
 
 def call(groups: Groups, ranks: Iterable[int]) -> None:

@@ -6,13 +6,11 @@ An engine has one of two modes: it trains, or it evaluates and holds nothing tha
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore
 
 from passes.base import RankProgram, StageModule
 from passes.errors import PlanError, RunError, first_line
@@ -39,7 +37,7 @@ from runtime.cuda_graphs.graphs import CudaGraphs, Graphs
 from runtime.cuda_graphs.recorded import Emulation
 from runtime.cuda_graphs.region_graphs import GraphsBySlot
 from runtime.cuda_graphs.transformer_engine import TransformerEngineGraphs
-from runtime.data.batches import BatchChecks, BatchLayout
+from runtime.data.batches import BatchLayout
 from runtime.distributed.groups import Groups
 from runtime.distributed.opening import open_groups
 from runtime.engine.checks import check_attention, identity, require_same_code
@@ -55,7 +53,6 @@ from runtime.weights.shards import Kept, RankWeights, fill, fill_later, keep, sh
 from runtime.weights.sources import ModelWeights
 
 AnyExecutor = TypeVar("AnyExecutor", bound=Executor)
-_engine_numbers = count()
 Mode = Literal["train", "evaluate"]
 _CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError, SyntaxError)
 _OTHERS = (PlanError, RunError, torch.OutOfMemoryError, dist.DistError, NotImplementedError)
@@ -73,19 +70,15 @@ def errors_of_file(model: nn.Module | None) -> Iterator[None]:
         raise PlanError(f"the loaded plan cannot be run: {first_line(error)}", fix=fix) from error
 
 
-def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> tuple[Groups, BatchChecks]:
-    """The process groups of this rank, once all ranks said that they run the same plan with the same versions, and the
-    checks of its batches, over a store of this engine."""
+def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> Groups:
+    """The process groups of this rank, once all ranks said that they run the same plan with the same versions."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
     combined = combined_axes(plan.optimizer) + ((SHARD, REPLICA) if plan.mesh.replica > 1 else ())
     combined += tuple(sorted({b.reduced_over + OF_WEIGHTS for b in plan.to_run()[1].buffers if b.gathers}))
     options = {"device": device, "timeout_seconds": timeout_seconds, "combined": combined}
     groups = open_groups(plan.mesh, identity(plan), tied, **options)
     warn_of(plan, groups.rank)
-    number = next(_engine_numbers)
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None  # none of a rank alone
-    own = None if store is None else PrefixStore(f"meshwright/engine/{number}", store)
-    return groups, BatchChecks(own, groups.rank, groups.mesh.world_size, groups.timeout)
+    return groups
 
 
 def check_mode(mode: str) -> None:

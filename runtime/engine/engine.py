@@ -104,7 +104,7 @@ class Engine:
         with errors_of_file(plan.model):
             self.spec = spec_of(plan)
             source = weight_source(plan, self.spec)  # first: a plan without a model ends here, before any group
-            self.groups, checks = open_rank(plan, device, timeout_seconds)
+            self.groups = open_rank(plan, device, timeout_seconds)
         self.mesh = RankMesh.of(plan.mesh, self.groups.rank)
         try:
             is_audited = self.spec.audit.every and mode == "train"
@@ -112,7 +112,6 @@ class Engine:
             with errors_of_file(plan.model):
                 built = build(plan, self.spec, self.groups, source, program, mode)
         except BaseException as error:
-            checks.tell_failure(error)
             told = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
             raise told from told.__cause__
@@ -120,7 +119,7 @@ class Engine:
         self.program, self.layout, self.compiled = built.program, built.layout, built.compiled
         self.optimizer, self.loss_scale = built.optimizer, running.loss_scale
         self._activity = self.groups.faults.activity
-        self._variants = Variants(built, checks, self._before_backward)
+        self._variants = Variants(built, self._before_backward)
         self._now = self._variants.longest
         self.executor, self.graphs = self._now.executor, self._now.graphs
         self._updates = Update(running, self.executor.transport.waits)

@@ -29,7 +29,6 @@ from passes.ops.random_state import RandomState
 from planner.frozen_plan import Plan
 from planner.lower import lower
 from runtime import Engine
-from runtime.data.batches import BatchChecks
 from runtime.distributed.groups import Groups
 from runtime.distributed.opening import communicators, make
 from runtime.engine.batch_prep import Intake
@@ -103,10 +102,10 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PretendedIntake(Intake):
-    """It may look at its batch, the only tensors that have values."""
+    """It may look at its batch, the only tensors that have values; nobody else has one to compare it with."""
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
-        with_values(super().check)(batch, local=local)
+        with_values(self._built.layout.check)(batch, local=local)
 
 
 class Findings(NamedTuple):
@@ -151,8 +150,7 @@ def step_on_device(plan: Plan, rank: int, batch: dict[str, Tensor]) -> Findings:
     """Build the rank's engine on the device and take two steps; the second one is watched."""
     device = torch.device("gpu", 0)
     with opened(plan, rank, device) as groups, pytest.MonkeyPatch.context() as patch:
-        checks = BatchChecks(None, rank, plan.mesh.world_size, groups.timeout)
-        patch.setattr("runtime.engine.engine.open_rank", lambda *_: (groups, checks))  # there is nobody to meet
+        patch.setattr("runtime.engine.engine.open_rank", lambda *_: groups)  # there is nobody to meet
         patch.setattr("runtime.engine.length_variants.Intake", PretendedIntake)
         patch.setattr("runtime.engine.build.differing", lambda *_: [])  # nor to compare weights with
         patch.setattr("runtime.engine.build.require_same_code", lambda *_, **__: None)  # nor code
