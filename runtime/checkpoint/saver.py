@@ -14,8 +14,8 @@ overwrites copied memory waits for the copies on the device.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,7 @@ from runtime.checkpoint.pretrained_save import texts_of
 from runtime.checkpoint.saves import free_name, write_latest
 from runtime.checkpoint.training_state import TrainingState
 from runtime.distributed.agreement import PATIENCE, agreed, broadcast_json, gather_json, of_kind
+from runtime.distributed.default_group import in_thread
 from runtime.distributed.groups import Groups
 
 # A power of two: the allocator of pinned memory rounds up to one. A larger tensor has memory of its own.
@@ -214,8 +215,7 @@ class Saver:
         self.staging = Staging.on(groups.device)
         self._engine_groups = groups
         self._groups: Groups | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._under_way: Future[None] | None = None
 
     @property
     def groups(self) -> Groups:
@@ -240,8 +240,7 @@ class Saver:
         if wait:
             write()
         else:
-            self._thread = threading.Thread(target=self._in_background, args=(write,), name="meshwright-save")
-            self._thread.start()
+            self._under_way = in_thread(write, "meshwright-save", outlives=True)
 
     def went_on_from(self, manifest: Manifest, checksum: str) -> None:
         """The state is that of a save, and the next ones continue its line."""
@@ -256,18 +255,9 @@ class Saver:
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one in the background, once, on every rank."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _in_background(self, write: Any) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
 
 
 def write_save(groups: Groups, directory: Path, content: Content) -> str:

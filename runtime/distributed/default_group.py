@@ -16,6 +16,7 @@ Two groups, never one of two backends: then no tensor can take the way of the ot
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -161,23 +162,24 @@ def within(seconds: float, make: Callable[[], T]) -> T:
 
     Raises its error, or TimeoutError; the thread then stays where it is.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    made = in_thread(make, "meshwright-connect", outlives=False)
+    if not wait([made], seconds).done:
+        raise TimeoutError("a server there accepts connections and does not answer")
+    return made.result()
+
+
+def in_thread(make: Callable[[], T], name: str, *, outlives: bool) -> Future[T]:
+    """``make()`` in a thread of its own. ``outlives``: the interpreter does not end before it."""
+    made: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(make())
+            made.set_result(make())
         except BaseException as error:
-            errors.append(error)
+            made.set_exception(error)
 
-    thread = threading.Thread(target=run, name="meshwright-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError("a server there accepts connections and does not answer")
-    return results[0]
+    threading.Thread(target=run, name=name, daemon=not outlives).start()
+    return made
 
 
 def hosts_store() -> bool:

@@ -7,12 +7,11 @@
 A node that finds no GPU would create a gloo group while the others create an NCCL group, and all would wait forever.
 """
 
-import json
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -78,20 +77,19 @@ class Rendezvous:
         store, signer = self.store, self.signer
         if self.rank == 0:
             verdict = self._lead(seat, pp)
-            store.set("verdict", signer.signed("verdict", json.dumps(asdict(verdict))))
+            store.set("verdict", signer.signed("verdict", verdict))
             if verdict.error is not None:  # the store may end with this rank
                 came(store, [f"heard/{r}" for r in range(1, self.world_size) if store.check([_key(r)])], LATE)
         else:
             key = _key(self.rank)
-            store.set(key, signer.signed(key, json.dumps(asdict(seat))))
+            store.set(key, signer.signed(key, seat))
             if not came(store, ["verdict"], self.timeout + LATE, self.board):
                 raise self._absent([0])
             stored = store.get("verdict")
             store.set(f"heard/{self.rank}", "")
-            verdict = of_kind(Verdict)(json.loads(signer.checked("verdict", stored, "the decision of rank 0")))
+            verdict = of_kind(Verdict)(signer.checked("verdict", stored, "the decision of rank 0"))
         if verdict.error is not None:
-            what, where, fix = verdict.error
-            raise PlanError(what, where=where, fix=fix)
+            raise PlanError.of_words(verdict.error)
         return verdict
 
     def _lead(self, seat: Seat, pp: int) -> Verdict:
@@ -100,12 +98,12 @@ class Rendezvous:
             if not came(self.store, keys, self.timeout, self.board):
                 raise self._absent([rank for rank, key in enumerate(keys, 1) if not self.store.check([key])])
             told = enumerate(zip(keys, self.store.multi_get(keys), strict=True), 1)
-            texts = (self.signer.checked(*given, f"the seat of rank {rank}") for rank, given in told)
-            seats = [seat, *(of_kind(Seat)(json.loads(text)) for text in texts)]
+            found = (self.signer.checked(*given, f"the seat of rank {rank}") for rank, given in told)
+            seats = [seat, *map(of_kind(Seat), found)]
             verdict = judge(seats, pp)
             _warn_without_a_secret(seats, self.signer)
         except PlanError as error:
-            return Verdict(error=(error.what, str(error.where or ""), error.fix))
+            return Verdict(error=error.words)
         return verdict
 
     def _absent(self, ranks: list[int]) -> PlanError:

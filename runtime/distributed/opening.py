@@ -123,7 +123,7 @@ def _seat(
         if device.type not in ("cpu", "cuda"):
             raise PlanError(f"several ranks cannot run on {device}", where="device", fix='give "cuda" or "cpu"')
     except PlanError as error:
-        return Seat(host, error=(error.what, str(error.where or ""), error.fix), identity=identity, tied=stages)
+        return Seat(host, error=error.words, identity=identity, tied=stages)
     named = given is not None and torch.device(given).index is not None
     return Seat(host, str(device), _gpu(device, host), named, identity, stages)
 

@@ -21,14 +21,13 @@ from runtime.distributed.default_group import faults_board, hosts_store, next_st
 from runtime.distributed.devices import known_rank, launched
 from runtime.distributed.faults.board import Board, Signer
 from runtime.distributed.faults.failure import Failure
-from runtime.distributed.faults.faults import is_published
+from runtime.distributed.faults.faults import is_published, publish, withdraw
 from runtime.distributed.groups import Groups
 from runtime.distributed.meeting import HEARD, LATE, Rendezvous, Seat, require_equal
 from runtime.distributed.opening import check_world
 from runtime.distributed.this_host import stay_on_one_host
 
 _PREFIXES = ("num_", "is_")
-_left: list[tuple[Board, str]] = []  # failures that this process has left for others, and their boards
 
 
 def require_same_options(
@@ -45,9 +44,7 @@ def require_same_options(
     ``places``: files and directories, which hosts may name in different ways: ranks compare whether one is given.
     ``check``: of this rank's own options. Raises its PlanError, or that of options that differ, on every rank.
     """
-    while _left:  # this process continues after all
-        board, name = _left.pop()
-        board.withdraw(name)
+    withdraw()
     place = launched(os.environ)
     rank, error, keys, mesh = known_rank(place), None, {}, None
     try:
@@ -59,7 +56,7 @@ def require_same_options(
     except PlanError as found:
         if place.world_size == 1:
             raise
-        error = (found.what, str(found.where or ""), found.fix)
+        error = found.words
     if mesh is not None:
         check_world(mesh, place.world_size)  # now: a rank would wait for others that were not launched
     if place.world_size == 1:
@@ -92,7 +89,7 @@ def told_to_all() -> Iterator[None]:
 
 def _leave(board: Board, rank: int, world_size: int, error: BaseException) -> None:
     """If rank 0 hosts the store, it stays until the others have read this, or have failed too, for a while."""
-    _left.append((board, board.publish(Failure.of(rank, f"rank {rank}", error))))
+    publish(board, Failure.of(rank, f"rank {rank}", error))
     if rank:
         board.store.add(HEARD, 1)
     end = time.monotonic() + LATE.total_seconds()

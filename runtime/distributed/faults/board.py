@@ -82,7 +82,7 @@ class Board:
     def publish(self, failure: Failure) -> str:
         """Its name, to withdraw it by."""
         name = uuid4().hex
-        self._write_failure([name, self.session, asdict(failure)])
+        self._write_failure([name, self.session, failure])
         return name
 
     def withdraw(self, name: str) -> None:
@@ -91,7 +91,7 @@ class Board:
 
     def _write_failure(self, content: list[Any]) -> None:
         """On a line of its own, whatever a stranger has left before it."""
-        self.store.append(_FAILURES, f"\n{self.signer.signed(_FAILURES, json.dumps(content))}\n")
+        self.store.append(_FAILURES, f"\n{self.signer.signed(_FAILURES, content)}\n")
 
     def first(self) -> Failure | None:
         return next(self.failures(), None)
@@ -113,7 +113,7 @@ class Board:
     def _failure(self, number: int, line: str) -> list[Any] | PlanError:
         """Errors wait for their turn: a failure that was written before counts."""
         try:
-            return json.loads(self.signer.checked(_FAILURES, line, f"failure {number}{_claimed(_OF_A_FAILURE, line)}"))
+            return self.signer.checked(_FAILURES, line, f"failure {number}{_claimed(_OF_A_FAILURE, line)}")
         except PlanError as error:
             return error
 
@@ -130,17 +130,17 @@ class Board:
             session = self.signer.checked(_SESSION, self.store.get(_SESSION), "the number of the groups")
         except PlanError:
             return self
-        return Board(self.store, int(session), self.signer)
+        return Board(self.store, session, self.signer)
 
     def join(self, pulse: Pulse) -> None:
         """The first beat of a rank."""
         self.beat(pulse)
-        self.store.set(_SESSION, self.signer.signed(_SESSION, str(self.session)))
-        line = self.signer.signed(self._joined, json.dumps([pulse.rank, pulse.host]))
+        self.store.set(_SESSION, self.signer.signed(_SESSION, self.session))
+        line = self.signer.signed(self._joined, [pulse.rank, pulse.host])
         self._pulses.append("joined", f"{line}\n")
 
     def beat(self, pulse: Pulse) -> None:
-        self._pulses.set(str(pulse.rank), self.signer.signed(self._key(pulse.rank), json.dumps(asdict(pulse))))
+        self._pulses.set(str(pulse.rank), self.signer.signed(self._key(pulse.rank), pulse))
 
     def hosts(self) -> dict[int, str]:
         """The host of each rank that has joined."""
@@ -148,17 +148,14 @@ class Board:
             return {}
         check = partial(self.signer.checked, self._joined)
         lines = self._pulses.get("joined").decode(errors="replace").splitlines()
-        return dict(json.loads(check(line, f"the joining{_claimed(_OF_A_JOINING, line)}")) for line in lines)
+        return dict(check(line, f"the joining{_claimed(_OF_A_JOINING, line)}") for line in lines)
 
     def pulses(self, ranks: Iterable[int]) -> dict[int, Pulse]:
         """Of ranks that have joined."""
         ranks = list(ranks)
         contents = self._pulses.multi_get([str(rank) for rank in ranks]) if ranks else []
-        given = [
-            self.signer.checked(self._key(rank), content, f"the pulse of rank {rank}")
-            for rank, content in zip(ranks, contents, strict=True)
-        ]
-        return {rank: Pulse(**json.loads(content)) for rank, content in zip(ranks, given, strict=True)}
+        check, given = self.signer.checked, zip(ranks, contents, strict=True)
+        return {rank: Pulse(**check(self._key(rank), each, f"the pulse of rank {rank}")) for rank, each in given}
 
     def _key(self, rank: int) -> str:
         return f"pulse {self.session} {rank}"
@@ -175,7 +172,7 @@ def _claimed(pattern: str, content: str) -> str:
 
 
 class Signer:
-    """Holds the secret; empty: values are neither signed nor checked."""
+    """Values, and dataclasses, as JSON. Holds the secret; empty: they are neither signed nor checked."""
 
     def __init__(self, secret: str = "") -> None:
         """Raises PlanError for a secret that can be guessed."""
@@ -191,25 +188,26 @@ class Signer:
     def __bool__(self) -> bool:
         return bool(self._secret)
 
-    def signed(self, key: str, content: str) -> str:
+    def signed(self, key: str, value: Any) -> str:
         """To be written under ``key``, which may be any name of the value that its readers know too."""
+        content = json.dumps(value, default=asdict)
         return f"{_MARK}{self._digest(key, content)} {content}" if self else content
 
-    def checked(self, key: str, stored: bytes | str, whose: str) -> str:
-        """The content. Raises PlanError, naming ``whose`` value it is, unless it is signed with this secret."""
+    def checked(self, key: str, stored: bytes | str, whose: str) -> Any:
+        """The value. Raises PlanError, naming ``whose`` value it is, unless it is signed with this secret."""
         text = stored if isinstance(stored, str) else stored.decode("utf-8", "replace")
         is_signed = text.startswith(_MARK)
         if not self:
             if is_signed:
                 raise _refused(f"{whose} in the store is signed, but this rank has no secret")
-            return text
+            return json.loads(text)
         if not is_signed:
             raise _refused(f"{whose} in the store is not signed, but this rank has a secret")
         start = len(_MARK) + _DIGITS
         given, content = text[len(_MARK) : start], text[start + 1 :]
         if not hmac.compare_digest(given.encode(), self._digest(key, content).encode()):
             raise _refused(f"{whose} in the store is signed with another secret, or was changed")
-        return content
+        return json.loads(content)
 
     def _digest(self, key: str, content: str) -> str:
         message = f"{len(key)} {key} {content}".encode("utf-8", "surrogateescape")

@@ -86,8 +86,7 @@ class Faults:
         if self.board is None or _standing or is_of_a_peer(error):
             return
         with suppress(Exception):  # the store may be gone
-            failure = Failure.of(self.activity.rank, str(self.activity), error)
-            _standing.append((self.board, self.board.publish(failure)))
+            publish(self.board, Failure.of(self.activity.rank, str(self.activity), error))
 
     def fail(self, error: BaseException) -> None:
         """Publish, and have no further part."""
@@ -146,6 +145,11 @@ class Faults:
         except RuntimeError as error:
             return Failure(self.activity.rank, str(self.activity), f"the store has ended too: {first_line(str(error))}")
         return first
+
+
+def publish(board: Board, failure: Failure) -> None:
+    """Of this process; it stands until the process continues after all."""
+    _standing.append((board, board.publish(failure)))
 
 
 def is_published() -> bool:
