@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from passes.errors import PlanError
 from runtime.data.batches import BatchLayout
 from runtime.data.token_batches import roles_of
 from runtime.distributed.faults.faults import shared_call
@@ -40,10 +39,6 @@ class Generated:
     is_stopped: tuple[bool, ...]
     is_cached: bool = False
     uncached_because: str = ""
-
-
-class _CannotKeep(PlanError):
-    """The model or the layout allows no kept values."""
 
 
 @dataclass
@@ -211,10 +206,10 @@ class EngineGeneration:
         if cache is not False:
             try:
                 return run(self._continue_kept), ""
-            except (NotKept, _CannotKeep) as error:
+            except NotKept as error:
                 if cache:
                     raise
-                because = "\n".join(filter(None, (error.what, str(error.where or ""))))
+                because = "\n".join(filter(None, error.words[:2]))
                 return run(self._continue), because
         return run(self._continue), ""
 
@@ -233,10 +228,7 @@ class EngineGeneration:
         layout = next(each for each in self._variants.layouts if call.feed.length(each) >= needed)
         first = call.feed.batch(layout, [row.ids for row in self._filled(rows, layout)], call.feed.paddings()[0])
         variant = self._variants.of(first, local=False, any_number=True)
-        try:
-            kept = variant.kept()
-        except PlanError as error:
-            raise _CannotKeep(error.what, where=error.where, fix=error.fix) from error
+        kept = variant.kept()
         try:
             for row, token in zip(rows, self._next_tokens(call, rows, variant, kept=kept), strict=True):
                 row.add(token, call)

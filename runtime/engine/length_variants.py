@@ -27,7 +27,7 @@ from runtime.data.batches import BatchChecks, BatchLayout
 from runtime.engine.batch_prep import Intake, Rounds, number_of
 from runtime.engine.build import Built, batch_layout, contributions_of, executor_of, graphs_of
 from runtime.engine.log_probs import Scoring, build_outside
-from runtime.engine.next_tokens import KeptPositions, NextRows, kept_positions
+from runtime.engine.next_tokens import KeptPositions, NextRows, NotKept, kept_positions
 from runtime.pipeline.executor import Executor, Step
 from runtime.weights.shards import share
 
@@ -72,13 +72,13 @@ class Variant:
         return NextRows(self.built, self.executor)
 
     @cached_property
-    def _kept(self) -> KeptPositions | PlanError:
+    def _kept(self) -> KeptPositions | NotKept:
         return kept_positions(self.built, self.executor)
 
     def kept(self) -> KeptPositions:
-        """Lowered on first use, on all ranks. Raises PlanError, the same on every rank, if one position of a sequence
+        """Lowered on first use, on all ranks. Raises NotKept, the same on every rank, if one position of a sequence
         needs more than kept rows of earlier ones."""
-        if isinstance(self._kept, PlanError):
+        if isinstance(self._kept, NotKept):
             raise self._kept
         return self._kept
 
@@ -87,8 +87,8 @@ class Variants:
     """Owns all that were made, by length and number of sequences. ``layouts``: the planned ones, from the shortest
     sequences to the longest."""
 
-    def __init__(self, built: Built, checks: BatchChecks, before_backward: Callable[[bool], None]) -> None:
-        self._groups, self._before_backward, self._checks = built.groups, before_backward, checks
+    def __init__(self, built: Built, before_backward: Callable[[bool], None]) -> None:
+        self._groups, self._before_backward, self._checks = built.groups, before_backward, BatchChecks(built.groups)
         self._plans, self._compares = built.plan.of_all_lengths, bool(built.plan.lengths)
         self.layouts = [batch_layout(each, self._groups) for each in self._plans]
         self.longest = self._made(built, None)

@@ -40,10 +40,12 @@ FIGURES = 3  # of each sequence: its next token, how often its row was found, an
 NOT_A_NUMBER, NOT_CAUSAL, NOT_KEPT = 1, 2, 3
 ALLOWED = 8  # times the precision of the weights: two runs of one sequence may differ by their rounding
 SITE = "generate"
+_WHOLE = "leave cache out: each token then runs the whole forward"
 
 
 class NotKept(PlanError):
-    """Kept values of earlier positions give other logits than the whole forward."""
+    """The model or the layout allows no kept values of earlier positions, or they give other logits than the whole
+    forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ def _check(times: Tensor, faults: Tensor, positions: Sequence[int]) -> None:
         raise NotKept(
             "the logits of one position, with the kept values of those before it, are not those of the whole forward",
             where="cache",
-            fix="leave cache out: each token then runs the whole forward",
+            fix=_WHOLE,
         )
     if (faults == NOT_A_NUMBER).any():
         at = int((faults == NOT_A_NUMBER).nonzero()[0])
@@ -240,16 +242,15 @@ def _rows(executor: Executor, step: Step) -> tuple[Tensor, Tensor]:
     return found[:, :-1], found[:, -1]
 
 
-def kept_positions(built: Built, executor: Executor) -> KeptPositions | PlanError:
+def kept_positions(built: Built, executor: Executor) -> KeptPositions | NotKept:
     """The same kind on every rank: the first refusal of any of them, if there is one."""
-    found: KeptPositions | PlanError
+    found, own = None, None
     try:
         found = KeptPositions(built, executor)
     except PlanError as error:
-        found = error
-    own = [found.what, str(found.where or "")] if isinstance(found, PlanError) else []
-    told = all_gather_json(built.groups, own)
-    what, where = next((each for each in told if each), ("", ""))
-    return (
-        PlanError(what, where=where, fix="leave cache out: each token then runs the whole forward") if what else found
-    )
+        own = error.words
+    if told := [each for each in all_gather_json(built.groups, own) if each]:
+        what, where, _ = told[0]
+        return NotKept(what, where=where, fix=_WHOLE)
+    assert found is not None
+    return found
