@@ -33,7 +33,7 @@ from torch import Tensor
 
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import Ending, all_gather, ended, start_all_gather, start_all_reduce, start_reduce_scatter
-from passes.ops.weight_gradients import SumPlace, WeightGradients
+from passes.ops.weight_gradients import SumPlace, WeightGradients, add_product, add_rows
 from passes.types.types import Placement
 
 aten = torch.ops.aten
@@ -211,9 +211,9 @@ def _add_held(x: Any, rows: Sequence[Tensor | None], places: Places, transposed:
         if gradient is None:
             place.add_nothing()
         elif number >= count:
-            place.add_rows(gradient)
+            place.add(add_rows, gradient)
         else:
-            place.add_product(*((x.t(), gradient) if transposed else (gradient.t(), x)))
+            place.add(add_product, *((x.t(), gradient) if transposed else (gradient.t(), x)))
 
 
 def _of_held(x: Any, rows: Sequence[Tensor | None], needed: Sequence[bool], transposed: bool) -> list[Tensor | None]:

@@ -29,7 +29,7 @@ from passes.ops.counts import ExpertLoad
 from passes.ops.experts import Splits
 from passes.ops.linear import places_of
 from passes.ops.tokens import Leaving, TokenWay, collect, spread, way_of
-from passes.ops.weight_gradients import SumPlace, WeightGradients
+from passes.ops.weight_gradients import SumPlace, WeightGradients, add_products, add_whole
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def _add(place: SumPlace, rows: Any, grad: Tensor | None, weights: Tensor, trans
         return
     left, right = (grad, rows) if transposed else (rows, grad)
     if has_kernel(rows, _matrices(weights, transposed)):
-        place.add_whole(gradient_of_groups(left, right, here))
+        place.add(add_whole, gradient_of_groups(left, right, here))
     else:
-        place.add_products([part.t() for part in left.split(here.sizes)], right.split(here.sizes))
+        place.add(add_products, [part.t() for part in left.split(here.sizes)], right.split(here.sizes))
 
 
 def gradient_of_groups(left: Tensor, right: Tensor, here: Meeting) -> Tensor:

@@ -19,26 +19,19 @@ import torch
 from torch import Tensor
 
 from passes.interceptors import installed
+from passes.program.ops.aten import HALF
 
 Key = tuple[int, int]  # (chunk, microbatch)
 Work = Callable[[Any], None]  # takes the result of its ``begin``
 Begin = Callable[[], Callable[[], Any]]
+Add = Callable[..., None]  # (main, *values, is_fresh): into the memory of a sum
 
 
 class SumPlace(Protocol):
     """The place at which the gradient of one parameter is summed over products and microbatches."""
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right, of the parameter's shape; it ends one contribution."""
-
-    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-        """Add each left @ right to its part, for a parameter [parts, m, n]; it ends one contribution."""
-
-    def add_whole(self, gradient: Tensor) -> None:
-        """Add a gradient of the parameter's shape; it ends one contribution."""
-
-    def add_rows(self, rows: Tensor) -> None:
-        """Add the sum over dim 0 of ``rows`` [.., m], for a parameter [m]; it ends one contribution."""
+    def add(self, add: Add, *values: Any) -> None:
+        """Add to the sum what ``add``, one of the functions below, makes of ``values``; it ends one contribution."""
 
     def add_nothing(self) -> None:
         """End a contribution without a gradient."""
@@ -167,3 +160,41 @@ def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:
     """The exchange of the next work, under way."""
     begin = kept[0][0] if kept else None
     return None if begin is None else begin()
+
+
+# ---- into the memory of a sum: one of half precision is in float32, on CUDA within the product
+
+
+def add_product(main: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) -> None:
+    """``main`` [m, n] plus left [m, r] @ right [r, n]; ``is_fresh``: the product alone."""
+    if main.dtype == left.dtype:
+        torch.mm(left, right, out=main) if is_fresh else main.addmm_(left, right)
+    elif main.is_cuda and main.dtype == torch.float32 and left.dtype in HALF:
+        if is_fresh:
+            torch.ops.aten.mm.dtype_out(left, right, main.dtype, out=main)
+        else:
+            torch.ops.aten.addmm.dtype_out(main, left, right, main.dtype, out=main)
+    else:
+        add_whole(main, left @ right, is_fresh=is_fresh)
+
+
+def add_products(main: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *, is_fresh: bool) -> None:
+    """The same of each part of ``main`` [parts, m, n]."""
+    for part, left, right in zip(main.unbind(0), lefts, rights, strict=True):
+        add_product(part, left, right, is_fresh=is_fresh)
+
+
+def add_whole(main: Tensor, gradient: Tensor, *, is_fresh: bool) -> None:
+    """``main`` plus a gradient of its shape; ``is_fresh``: the gradient alone."""
+    if is_fresh:
+        main.copy_(gradient)
+    else:
+        main.add_(gradient)
+
+
+def add_rows(main: Tensor, rows: Tensor, *, is_fresh: bool) -> None:
+    """``main`` [m] plus the sum over dim 0 of ``rows`` [r, m]."""
+    if is_fresh:
+        torch.sum(rows, 0, dtype=main.dtype, out=main)
+    else:
+        main.add_(rows.sum(0, dtype=main.dtype))

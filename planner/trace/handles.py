@@ -4,7 +4,7 @@ Each is one object for equal ones, and an op that names its stream of random num
 calls of different blocks, stages and layouts are observed once (planner.trace.observe).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from passes.ops import dropout
 from passes.ops.axis import AxisHandle
 from passes.ops.random_state import RandomState
-from passes.ops.weight_gradients import WeightGradients
+from passes.ops.weight_gradients import Add, WeightGradients, add_products, add_rows, add_whole
 from passes.program.ops.aten import HALF
 
 
@@ -47,18 +47,12 @@ class _Axis(AxisHandle):
 class _Sum:
     """The place of a gradient's sum. A product is added by the kernel that makes it, unless the sum is wider."""
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        _ = left @ right if left.dtype in HALF else None
-
-    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-        for left, right in zip(lefts, rights, strict=True):
-            self.add_product(left, right)
-
-    def add_whole(self, gradient: Tensor) -> None:
-        pass
-
-    def add_rows(self, rows: Tensor) -> None:
-        _ = rows.sum(0)
+    def add(self, add: Add, *values: Any) -> None:
+        if add is add_rows:
+            _ = values[0].sum(0)
+        elif add is not add_whole:
+            for left, right in zip(*values, strict=True) if add is add_products else [values]:
+                _ = left @ right if left.dtype in HALF else None
 
     def add_nothing(self) -> None:
         pass

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from passes.interceptors import installed
+from passes.ops.weight_gradients import add_whole
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, Range
 from planner.sharding.buffers import Buffer
@@ -33,7 +34,6 @@ from runtime.optimizer.slots import (
     DataParallel,
     ParameterPlace,
     ParameterSlot,
-    add_whole,
     all_gather,
     reduce_scatter,
     without_memory,

@@ -1,7 +1,5 @@
 """Layout of parameters in a buffer: the slot of one, the tensors of one bucket, and the ranks that share the buffer.
 
-A product of half precision is summed in the buffer's float32: on CUDA within the product, elsewhere it is made first.
-
 Over gloo, reduce-scatter and all-gather stay inside the buffer. Its own ones copy the full buffer in a thread of
 theirs, and its heap keeps the place: with one bucket that is all gradients, and all parameters, once more. So there
 
@@ -11,7 +9,7 @@ theirs, and its heap keeps the place: with one bucket that is all gradients, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce, broadcast
 
 from passes.ops.axis import all_gather_single, reduce_scatter_single
+from passes.ops.weight_gradients import Add
 from passes.parameters import LocalParameter
 from planner.sharding.buckets import Bucket, OwnedRange, Range
 from planner.sharding.buffers import Buffer
-
-aten = torch.ops.aten
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,64 +206,12 @@ class ParameterPlace:
     def __init__(self, slot: ParameterSlot | Added, parameter: Any, arrived: Callable[[Any], None]) -> None:
         self._slot, self._parameter, self._arrived = slot, parameter, arrived
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left [m, r] @ right [r, n] to the gradient [m, n]."""
-        self._add(add_product, left, right)
-
-    def add_products(self, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-        """Add left [m, r] @ right [r, n] of each part to the gradient [parts, m, n]; r may be 0."""
-        self._add(add_products, lefts, rights)
-
-    def add_whole(self, gradient: Tensor) -> None:
-        """Add a gradient of the parameter's shape."""
-        self._add(add_whole, gradient)
-
-    def add_rows(self, rows: Tensor) -> None:
-        """Add the sum over dim 0 of ``rows`` [r, m] to the gradient [m]."""
-        self._add(add_rows, rows)
-
-    def add_nothing(self) -> None:
-        """Nothing led back to the product."""
-        self._arrived(self._parameter)
-
-    def _add(self, add: Callable[..., None], *values: Any) -> None:
+    def add(self, add: Add, *values: Any) -> None:
         add(self._slot.main_grad, *values, is_fresh=self._slot.take())
         self._arrived(self._parameter)
 
-
-def add_product(main: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) -> None:
-    """``main`` [m, n] plus left [m, r] @ right [r, n]; ``is_fresh``: the product alone."""
-    if main.dtype == left.dtype:
-        torch.mm(left, right, out=main) if is_fresh else main.addmm_(left, right)
-    elif main.is_cuda and main.dtype == torch.float32 and left.dtype in _HALVES:
-        if is_fresh:
-            aten.mm.dtype_out(left, right, main.dtype, out=main)
-        else:
-            aten.addmm.dtype_out(main, left, right, main.dtype, out=main)
-    else:
-        add_whole(main, left @ right, is_fresh=is_fresh)
-
-
-def add_products(main: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *, is_fresh: bool) -> None:
-    """The same of each part of ``main`` [parts, m, n]."""
-    for part, left, right in zip(main.unbind(0), lefts, rights, strict=True):
-        add_product(part, left, right, is_fresh=is_fresh)
-
-
-def add_whole(main: Tensor, gradient: Tensor, *, is_fresh: bool) -> None:
-    """``main`` plus a gradient of its shape; ``is_fresh``: the gradient alone."""
-    if is_fresh:
-        main.copy_(gradient)
-    else:
-        main.add_(gradient)
-
-
-def add_rows(main: Tensor, rows: Tensor, *, is_fresh: bool) -> None:
-    """``main`` [m] plus the sum over dim 0 of ``rows`` [r, m]."""
-    if is_fresh:
-        torch.sum(rows, 0, dtype=main.dtype, out=main)
-    else:
-        main.add_(rows.sum(0, dtype=main.dtype))
+    def add_nothing(self) -> None:
+        self._arrived(self._parameter)
 
 
 class Works:

@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from passes.ops import meeting
 from passes.ops.meeting import grouped_linear
-from passes.ops.weight_gradients import WeightGradients
+from passes.ops.weight_gradients import Add, WeightGradients, add_products
 from planner import plan
 from planner.lower import lower
-from runtime.optimizer.slots import add_products, add_whole
 from tests.models import experts, stacked_experts
 from tests.numeric.test_expert_layouts import batch_of, built, layer_of
 from tests.passes.ops.test_meeting import EXPERTS, WIDTH, met
@@ -44,11 +43,8 @@ class Buffer:
         self.num += 1
         return fresh
 
-    def add_products(self, lefts: Any, rights: Any) -> None:
-        add_products(self.main, lefts, rights, is_fresh=self._take())
-
-    def add_whole(self, gradient: Tensor) -> None:
-        add_whole(self.main, gradient, is_fresh=self._take())
+    def add(self, add: Add, *values: Any) -> None:
+        add(self.main, *values, is_fresh=self._take())
 
     def add_nothing(self) -> None:
         self.num += 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from passes.ops.axis import AxisHandle
 from passes.ops.collectives import part
 from passes.ops.linear import column_linears, gathered_linears, linear
-from passes.ops.weight_gradients import AtOnce, WeightGradients
+from passes.ops.weight_gradients import Add, AtOnce, WeightGradients
 from passes.types.types import V
 from tests.tools.ranks import Ranks
 
@@ -34,13 +34,9 @@ class Sum:
     def __init__(self, sums: Sums, key: int) -> None:
         self.sums, self.key = sums, key
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add(self, add: Add, *values: Tensor) -> None:
         self.add_nothing()
-        self.sums.sums[self.key].addmm_(left, right)
-
-    def add_rows(self, rows: Tensor) -> None:
-        self.add_nothing()
-        self.sums.sums[self.key].add_(rows.sum(0))
+        add(self.sums.sums[self.key], *values, is_fresh=False)
 
     def add_nothing(self) -> None:
         self.sums.times[self.key] += 1
