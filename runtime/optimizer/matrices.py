@@ -4,27 +4,33 @@
 
 The gather of the next bucket runs beside the arithmetic of this one.
 
-The orthogonal factor of a matrix, by Newton-Schulz iterations in bfloat16 (Jordan et al. 2024, Muon).
-
-    X = M / |M|;    five times  X <- a X + (b A + c A²) X,  A = X Xᵀ
-
-Singular values come to lie between about 0.7 and 1.2.
+The orthogonal factor of a matrix, and the factor of its learning rate, are those of torch.optim.Muon: Newton-Schulz
+iterations in bfloat16 (Jordan et al. 2024), which bring singular values between about 0.7 and 1.2.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
 
 from planner.mesh import Mesh
 from planner.sharding.homes import MatrixHomes, Sent
 from planner.spec.update_rules import NEWTON_SCHULZ_STEPS
+
+# [a, b] → bfloat16 [a, b]; a matrix of bfloat16 is overwritten.
+orthogonal = partial(
+    _zeropower_via_newtonschulz,
+    ns_coefficients=(DEFAULT_A, DEFAULT_B, DEFAULT_C),
+    ns_steps=NEWTON_SCHULZ_STEPS,
+    eps=EPS,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class BucketExchange:
         self._group, self._size = member.group, len(member.places)
         of_bucket, here = homes.buckets[bucket], member.index
         self._shapes = {i: homed.matrix.shape for i, homed in enumerate(of_bucket) if homed.home == here}
-        self._all_shapes = [homed.matrix.shape for homed in of_bucket]
+        self._all_shapes = [torch.Size(homed.matrix.shape) for homed in of_bucket]
         own = list(homes.sent(bucket, member.mesh, member.places[here]))
         to = [of_bucket[sent.index].home for sent in own]
         self._sent = [[s for s, home in zip(own, to, strict=True) if home == rank] for rank in range(self._size)]
@@ -83,7 +89,7 @@ class BucketExchange:
         """Write them in the places of ``update`` that they came from, times the factor of the learning rate."""
         for sent, part in self._parts(scattered, self._sent):
             target = _view(update, sent)
-            target.copy_(part.view(target.shape)).mul_(lr_factor(self._all_shapes[sent.index], adjust_lr))
+            target.copy_(part.view(target.shape)).mul_(_adjust_lr(1.0, adjust_lr, self._all_shapes[sent.index]))
 
     def _exchange(self, packed: Tensor, out: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]]) -> Any:
         if self._size == 1:
@@ -128,30 +134,3 @@ def _finish(work: Any) -> None:
 
 def _view(flat: Tensor, sent: Sent) -> Tensor:
     return flat[sent.start : sent.stop].view(sent.shape)[sent.inner]
-
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_LEAST_NORM = 1e-7
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """[a, b] of any floating dtype → [a, b] bfloat16."""
-    a, b, c = COEFFICIENTS
-    x = matrix.bfloat16()
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=_LEAST_NORM)
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
-
-
-def lr_factor(shape: tuple[int, int], adjust_lr: str) -> float:
-    """Of the learning rate, for a matrix of this shape.
-
-    match_rms_adamw   0.2 · √max(a, b): the size of AdamW's updates (Liu et al. 2025)
-    original          √max(1, a / b)
-    """
-    a, b = shape
-    return 0.2 * math.sqrt(max(a, b)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1.0, a / b))
