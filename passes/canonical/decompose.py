@@ -43,18 +43,6 @@ def _loss_of_linear(
     return functional.cross_entropy(logits, target, of_classes, None, ignore_index, None, reduction, smoothing)
 
 
-def _multi_margin(
-    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
-) -> Tensor:
-    """Σ_i≠y max(0, margin − x_y + x_i)^p / classes of each row."""
-    rows, own = (x, target.unsqueeze(-1)) if x.dim() > 1 else (x.unsqueeze(0), target.reshape(1, 1))
-    beyond = functional.relu(margin - rows.gather(1, own) + rows) ** p
-    if weight is not None:
-        beyond = beyond * weight[own]
-    each = beyond.masked_fill(torch.arange(rows.shape[1], device=x.device) == own, 0.0).mean(1)
-    return _reduced(each, reduction, x.dim() > 1)
-
-
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     """Σ_y Σ_i max(0, 1 − x_y + x_i) / classes of each row; y are its targets before the first −1, i all others."""
     rows, labels = (x, target) if x.dim() > 1 else (x.unsqueeze(0), target.unsqueeze(0))
@@ -88,7 +76,6 @@ _OURS: dict[str, Callable[..., Any]] = {
     ),  # the others are gradients, for its own backward
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": _loss_of_linear,
     "aten.cosine_embedding_loss.default": _cosine_embedding,
-    "aten.multi_margin_loss.default": _multi_margin,
     "aten.multilabel_margin_loss.default": _multilabel_margin,
 }
 
@@ -111,15 +98,20 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     except Exception:
         return None  # an op that PyTorch cannot write out stays a call, and is reported
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
-    known = all(has_rule(op) or op in spellings for op in calls) and len(calls) <= MOST_CALLS
+    known = all(has_rule(op) or op in spellings or not _reads(op) for op in calls) and len(calls) <= MOST_CALLS
     return graph if known and not graph.graph.find_nodes(op="get_attr") else None
 
 
 def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:
-    """The decompositions of an op's parts that have no rule; a call without tensor inputs needs none."""
+    """The decompositions of an op's parts that have no rule, and need one."""
     unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and not has_rule(op)}
     ops = [op for op in unknown if isinstance(op, torch._ops.OpOverload)]
-    return {op: unknown[op] for op in ops if any("Tensor" in str(a.type) for a in op._schema.arguments)}
+    return {op: unknown[op] for op in ops if _reads(op)}
+
+
+def _reads(op: Any) -> bool:
+    """Whether it has tensors as inputs: any other call needs no rule."""
+    return not isinstance(op, torch._ops.OpOverload) or any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
 def _sides(x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> list[Tensor]:
@@ -151,12 +143,6 @@ def _glu(x: Tensor, dim: int = -1) -> Tensor:
     return a * b.sigmoid()
 
 
-def _prelu(x: Tensor, weight: Tensor) -> Tensor:
-    """A weight of several stands at dim 1."""
-    each = weight.reshape(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 and x.dim() > 2 else weight
-    return torch.where(x > 0, x, x * each)
-
-
 def _cosine(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
     units = [x / torch.linalg.vector_norm(x, 2, [dim], True).clamp_min(eps) for x in (a, b)]
@@ -171,7 +157,6 @@ SPELLED: dict[Any, Callable[..., Any]] = table(
         _plain_cell(torch.tanh): "rnn_tanh_cell",
         _plain_cell(torch.relu): "rnn_relu_cell",
         _glu: "glu",
-        _prelu: "prelu",
         _cosine: "cosine_similarity",
     }
 )

@@ -139,10 +139,10 @@ v6 = aten.mul.Tensor(v3, v5)
         canonical(lambda m, x: F.prelu(x.mT, m.scale).mT),
         """\
 v0 = aten.permute(x, [0, 2, 1])
-v1 = aten.reshape(scale, [8, 1])
-v2 = aten.mul.Tensor(v0, v1)
-v3 = aten.gt.Scalar(v0, 0)
-v4 = aten.where.self(v3, v0, v2)
+v1 = aten.reshape(scale, [1, 8, 1])
+v2 = aten.gt.Scalar(v0, 0)
+v3 = aten.mul.Tensor(v1, v0)
+v4 = aten.where.self(v2, v0, v3)
 v5 = aten.permute(v4, [0, 2, 1])
 """,
     )
@@ -245,3 +245,15 @@ def test_a_gather_of_two_classes_a_row_stays():
         return -y.log_softmax(-1).gather(-1, torch.stack([labels, 15 - labels], -1)).mean()
 
     assert "aten.gather(" in canonical_loss(loss)
+
+
+MARGINS = {
+    "p": lambda z, y: F.multi_margin_loss(z[:, 0], y[:, 0], p=2, margin=0.5, weight=z.new_ones(z.shape[-1]) / 3),
+    "summed": lambda z, y: F.multi_margin_loss(z.flatten(0, 1), y.flatten(), reduction="sum"),
+    "each": lambda z, y: F.multi_margin_loss(z[:, 1], y[:, 1], reduction="none").mean(),
+}
+
+
+@pytest.mark.parametrize("name", MARGINS)
+def test_a_margin_over_all_classes_is_written_out_as_pytorch_writes_it(name):
+    assert "margin" not in canonical_loss(MARGINS[name])
