@@ -26,6 +26,7 @@ from torch.nn import functional
 from passes.canonical.emit import Emit, Rewrite, applied, table, viewed, viewed_back
 from passes.errors import PlanError
 from passes.program.ops.aten import aten, named, nodes_in, packet_of, shape_of
+from passes.program.ops.groups import Ops
 from passes.program.source_lines import where_of
 
 HasRule = Callable[[Any], bool]
@@ -80,6 +81,9 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
+STACKS = Ops("hstack vstack dstack row_stack column_stack block_diag")  # of integers and masks too
+
+
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
     """The graph that defines the call ``node``, over its tensor arguments in order; None if it stays a call.
 
@@ -91,7 +95,7 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
         return None  # batch norm is recognised by its name (passes.partition.loss.shares)
     ours = _OURS.get(str(target))
     whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
-    if whole is None or not any(n.meta["grad"] for n in nodes_in((args, kwargs))):
+    if whole is None or not (target in STACKS or any(n.meta["grad"] for n in nodes_in((args, kwargs)))):
         return None
     try:
         graph = traced(whole, args, kwargs, None if ours else _without_rule(spellings, has_rule))

@@ -231,6 +231,8 @@ IDS_APART = {
     "largest of its own": lambda ids: ids.amax(1)[:, None, None],
     "places by padding": lambda ids: (ids != 0).cumsum(1)[:, :, None],
     "a bag of embeddings": lambda ids: F.embedding_bag(ids, torch.linspace(1, 2, 32).view(8, 4))[:, None],
+    "halves of ids side by side": lambda ids: torch.hstack([ids[:, 3:], ids[:, :3]])[:, :, None],
+    "columns of ids": lambda ids: torch.column_stack([ids.amax(1), ids[:, 1:]])[:, :, None],
     "the next id": lambda ids: ids.roll(1, 1)[:, :, None],
 }
 
@@ -302,4 +304,4 @@ def test_batch_tensors_that_keep_apart_are_not_told(name):
 def mixed_ids(mix: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
     model = OfIds(mix)
     terms = share_loss(capture(model, INPUTS), NUM_MICROBATCHES, lambda times: capture(model, wider(INPUTS, times)))
-    return [(op, str(where)) for op, where in terms.mixed]
+    return [(op, str(where)) for op, where in (*terms.mixed, *terms.unknown)]
