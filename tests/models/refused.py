@@ -50,7 +50,8 @@ class Branch(Base):
 class MaskedRows(Base):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         kept = labels.flatten() != -100
-        return F.cross_entropy(self.logits(input_ids)[kept], labels.flatten()[kept])  # here
+        mixed = self.logits(input_ids)[kept].cumsum(0)  # here
+        return F.cross_entropy(mixed, labels.flatten()[kept])
 
 
 class NumberInPython(Base):

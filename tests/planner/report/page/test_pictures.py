@@ -48,7 +48,7 @@ def test_memory_has_every_category_of_every_pp_rank_and_the_limit_where_it_matte
     assert bars is not None
     assert [bar.name for bar in bars.bars] == ["pp rank 0", "pp rank 1"]
     assert bars.limits == ()
-    assert "3.0% of that" in bars.note  # the context of a device and its communicators
+    assert "3.5% of that" in bars.note  # the context of a device and six communicators: a link of each direction
     large = replace(moe_plan.memory[0], activations=90 << 30, total=-1)
     bars = memory_bars(replace(moe_plan, memory=(large,)), cluster)
     assert bars is not None
