@@ -26,7 +26,6 @@ from torch.nn import functional
 from passes.canonical.emit import Emit, Rewrite, applied, table, viewed, viewed_back
 from passes.errors import PlanError
 from passes.program.ops.aten import aten, named, nodes_in, packet_of, shape_of
-from passes.program.ops.groups import Ops
 from passes.program.source_lines import where_of
 
 HasRule = Callable[[Any], bool]
@@ -81,9 +80,6 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-STACKS = Ops("hstack vstack dstack row_stack column_stack block_diag")  # of integers and masks too
-
-
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
     """The graph that defines the call ``node``, over its tensor arguments in order; None if it stays a call.
 
@@ -95,7 +91,7 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
         return None  # batch norm is recognised by its name (passes.partition.loss.shares)
     ours = _OURS.get(str(target))
     whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
-    if whole is None or not (target in STACKS or any(n.meta["grad"] for n in nodes_in((args, kwargs)))):
+    if whole is None or not (_is_stack(target) or any(n.meta["grad"] for n in nodes_in((args, kwargs)))):
         return None
     try:
         graph = traced(whole, args, kwargs, None if ours else _without_rule(spellings, has_rule))
@@ -104,6 +100,11 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     known = all(has_rule(op) or op in spellings or not _reads(op) for op in calls) and len(calls) <= MOST_CALLS
     return graph if known and not graph.graph.find_nodes(op="get_attr") else None
+
+
+def _is_stack(target: torch._ops.OpOverload) -> bool:
+    """Whether an op joins tensors under another name than cat and stack; ids and masks are joined so too."""
+    return target._opname.endswith("stack")
 
 
 def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:

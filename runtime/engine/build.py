@@ -281,6 +281,8 @@ def _optimizer(
 def _resting(decisions: Decisions) -> dict[str, tuple[int, ...]]:
     """Parameter → the conditions under which it rests: no row of its expert, another loss than the model's own."""
     found = dict(decisions.resting)
+    if not decisions.program.loss:
+        return found
     with suppress(PlanError):  # no label has a probability: there is no other loss
         for name in read_by_the_loss_alone(decisions.program, decisions.scored):
             found[name] = (*found.get(name, ()), OWN_LOSS)

@@ -161,7 +161,7 @@ def _serve(connection: Connection) -> None:
         try:
             kind, case = receive(connection)
         except EOFError:
-            return
+            return benches.close()  # else their pipes stay open while an error of the last answer refers to this frame
         try:
             answer = benches.ask(kind, case), None
         except Exception as error:
@@ -191,6 +191,11 @@ class Benches:
         except EOFError:
             self.kept.pop(key).close()
             raise ForkError("the process of this model has ended") from None
+
+    def close(self) -> None:
+        """End the processes of all models; the exit of this process would wait for them."""
+        for bench in self.kept.values():
+            bench.close()
 
 
 def _called(host: StoreHost, token: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -18,16 +18,19 @@ from torch import fx
 
 from passes.program.known_values import value_of
 from passes.program.ops.aten import aten, has_floats, named, packet_of, shape_of
-from passes.program.ops.groups import ADDING, LOOKUPS, PLACING, RESHAPES, SAME, Ops
+from passes.program.ops.groups import ADDING, LOOKUPS, PLACING, RESHAPES, SAME
 from passes.rules.call import operands_of
-
-ADDRESSING = LOOKUPS | PLACING | Ops("embedding take")
 
 Held = Sequence[Collection[int]]  # the dims of each operand that hold the batch
 
 
+def addresses(node: fx.Node) -> bool:
+    """Whether an op reads or writes rows at places that an index names."""
+    return node.target in LOOKUPS or node.target in PLACING or packet_of(node.target) in (aten.embedding, aten.take)
+
+
 def crosses(node: fx.Node, held: Held) -> bool:
-    """Whether a call of ADDRESSING reads or writes rows of other sequences, or is not shown not to."""
+    """Whether a call that ``addresses`` rows reads or writes rows of other sequences, or is not shown not to."""
     table, *read = operands_of(node)
     dims, holds = _addressed(node), dict(zip((table, *read), held, strict=True))
     of_batch = [dim for dim in dims if dim in held[0]]

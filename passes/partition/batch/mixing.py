@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.batch.addressed_rows import ADDRESSING, crosses
+from passes.partition.batch.addressed_rows import addresses, crosses
 from passes.partition.batch.orders import Runs
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
@@ -89,7 +89,7 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
 
 def mixes_along_a_dim(node: fx.Node) -> bool:
     """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
-    if node.target in ADDRESSING:
+    if addresses(node):
         return True
     is_cut = packet_of(node.target) in (aten.slice, aten.split_with_sizes) or _is_plain(node)
     rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
@@ -107,15 +107,16 @@ def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) 
 def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> bool:
     """Whether an op does mix. False if it is not known which dims hold the batch.
 
-    ``larger``: the call of more sequences. Its places show more; a user's own backward on one sequence shows nothing
-    about several.
+    ``larger``: the call of more sequences. Its index shows more places, but a rule that trials showed is noted in the
+    first capture alone; a user's own backward on one sequence shows nothing about several.
     """
     held = [dims_of(n) for n in operands_of(node)]
     if any(dims is None for dims in held):
         return False
     known = [dims or frozenset[int]() for dims in held]
     if not _has_own_backward(node):
-        return _mixes(larger if larger is not None and larger.target == node.target else node, known)
+        same = larger if larger is not None and larger.target == node.target else node
+        return _mixes(same, known) or (not addresses(node) and _mixes(node, known))
     return not any(_works_by_sequence(n, known) for n in (node, larger) if n is not None)
 
 
@@ -144,7 +145,7 @@ def _puts_elsewhere(node: fx.Node) -> bool:
 def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone: bool = False) -> bool:
     """``held``: the dims of each operand that hold the batch. Sequences of two operands may be combined in pairs;
     ``of_products_alone``: only products are asked for that."""
-    if node.target in ADDRESSING:
+    if addresses(node):
         return crosses(node, held)
     rule = rule_of(node) if any(held) and not _puts_elsewhere(node) else None
     if rule is None:

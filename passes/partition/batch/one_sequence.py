@@ -13,10 +13,10 @@ from math import prod
 
 from torch import fx
 
-from passes.partition.batch.addressed_rows import ADDRESSING, crosses
+from passes.partition.batch.addressed_rows import addresses, crosses
 from passes.partition.batch.restored_orders import RestoredOrder
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of
-from passes.program.ops.groups import JOINS, RESHAPES, Ops
+from passes.program.ops.groups import FILLED, JOINS, RESHAPES
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
@@ -24,7 +24,6 @@ from passes.rules.call import operands_of
 from passes.rules.rule import RESULT, Factor, OpRule, Role
 from passes.rules.table import rule_of
 
-COUNTING = Ops("arange linspace eye")
 Places = frozenset[tuple[int, int]]  # (dim, elements of it behind the batch); of a dim of its own (dim, 1)
 
 
@@ -59,7 +58,7 @@ class OneSequence:
             return True
         if packet_of(node.target) is aten.expand:
             return any(shape_of(node)[place[0]] > 1 for place in self.places.get(node, ()) if self._is_alone(read[0]))
-        if node.target in ADDRESSING:
+        if addresses(node):
             return crosses(node, held)
         if node.target in RESHAPES:
             return any(not _seen_as(shape_of(read[0]), place, shape_of(node)) for place in self.places[read[0]])
@@ -74,7 +73,7 @@ class OneSequence:
         """Whether it is made of numbers that may count the one sequence."""
         if node in self.on_batch or node in self._fixed:
             return False
-        return any(n.target in COUNTING and shape_of(n) in ((1,), (1, 1)) for n in walk([node], operands))
+        return any(_is_numbered(n) and shape_of(n) in ((1,), (1, 1)) for n in walk([node], operands))
 
     def _is_unfactored(self, read: Sequence[fx.Node], rule: OpRule) -> bool:
         """Whether a rule says nothing on a dim of size 1 with the batch, as that of a convolution along it."""
@@ -118,6 +117,11 @@ class OneSequence:
             if place is not None:
                 found.add((place.dim, place.inner * behind))
         return frozenset(found)
+
+
+def _is_numbered(node: fx.Node) -> bool:
+    """Whether an op makes other elements at each place out of numbers alone, as arange, linspace and eye do."""
+    return node.op == "call_function" and not node.all_input_nodes and node.target not in FILLED
 
 
 def _seen_as(before: tuple[int, ...], place: tuple[int, int], after: tuple[int, ...]) -> Places:

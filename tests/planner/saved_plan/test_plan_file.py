@@ -111,7 +111,7 @@ def test_a_loaded_plan_needs_values_from_somewhere(tmp_path: Path) -> None:
     made.save(tmp_path / "plan.pt")
     with Engine(Plan.load(tmp_path / "plan.pt")) as engine, pytest.raises(PlanError) as caught:
         engine.train_step({k: torch.zeros(8, *s, dtype=d) for k, (s, d) in made.to_run()[0].batch_inputs.items()})
-    assert "does not hold the code" in caught.value.what
+    assert "a loaded plan lacks the code" in caught.value.what
     assert caught.value.fix.startswith("set method: normal, load weights")
 
 

@@ -141,7 +141,7 @@ def test_an_evaluation_scores_labels_alone() -> None:
         [False, True, True, False, True, True],
     ]
     assert (len(rows), rows.num_scored) == (2, 6)
-    with pytest.raises(PlanError, match="no stride"):
+    with pytest.raises(PlanError, match="--stride applies to windows over a text"):
         windows_of(samples(*TWO), 8, 4)
 
 
