@@ -26,6 +26,7 @@ from runtime.audit.own_module import Tolerance
 from runtime.verify.reference import OneProcess, places_of
 
 Named = Mapping[str, Tensor]
+DECAY_OVER_EPS = ("adam", "adagrad")  # they divide weight decay, as a part of the gradient, by its own size
 _SCALES = (1.1, 1.3, 1.7)  # no powers of two, so that every element of a scaled matrix is rounded differently
 
 
@@ -200,12 +201,17 @@ class Beside:
     def _is_rounded(self) -> bool:
         return self.precision != torch.float64
 
-    def _adopt(self, found: Named) -> None:
-        """Below float64, begin each step with the engine's parameters, so that gradients differ by this step only.
+    @property
+    def _is_amplified(self) -> bool:
+        """Whether the rounding of a weight grows by lr · decay / eps a step: decay in a gradient that is else zero."""
+        return self._one.spec.optimizer.name in DECAY_OVER_EPS
 
-        AdamW turns a gradient near zero into an update of lr: amplified rounding would change the next gradients.
+    def _adopt(self, found: Named) -> None:
+        """Begin each step with the engine's parameters if rounding would grow, so that gradients differ by this step.
+
+        AdamW turns a gradient near zero into an update of lr: below float64 that would change the next gradients.
         """
-        if not self._is_rounded:
+        if not (self._is_rounded or self._is_amplified):
             return
         with torch.no_grad():
             for name, parameter in self._parameters.items():

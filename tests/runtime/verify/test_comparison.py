@@ -1,5 +1,6 @@
 """What parameters may differ by after an update: by rounding, and by what AdamW makes of the rounding of gradients."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from planner.spec.optimizer import OptimizerSpec
 from planner.spec.spec import Spec
 from runtime.audit.own_module import Tolerance
 from runtime.verify import named_draws
-from runtime.verify.comparison import compare_gradients, compare_parameters, noise_of_matrices, noise_of_updates
+from runtime.verify.comparison import (
+    Beside,
+    EngineStep,
+    compare_gradients,
+    compare_parameters,
+    noise_of_matrices,
+    noise_of_updates,
+)
 from runtime.verify.named_draws import NamedDraws, draws_of, draws_of_lengths
 from runtime.verify.reference import OneProcess
 from runtime.verify.run import VerifyReport, verify
@@ -94,6 +102,39 @@ def test_gradients_of_a_later_update_may_differ_as_a_random_walk_does():
     assert not compare_gradients(mine, true, first, step=1)[0].passed
     assert compare_gradients(mine, true, later, step=9)[0].passed
     assert not compare_gradients({"p": true["p"] * (1 + 3.1 * first.gradient)}, true, later, step=9)[0].passed
+
+
+class Unread(nn.Module):
+    """The gradient of ``still`` is zero, as that of a bias of attention's keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.still = nn.Linear(3, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.up(x) + 0 * self.still).square().mean()
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "adamw"])
+def test_decay_beside_a_gradient_of_zero_does_not_make_a_difference_of_rounding(name: str) -> None:
+    """By lr · decay / eps = 1e5 a step, rounding of 1e-16 would become 1e-5 in the step after it, and then 1."""
+    optimizer = {"name": name, "lr": 1e-2, "eps": EPS, "weight_decay": 0.1}
+    x = {"x": {"shape": [3], "dtype": "float64"}}
+    spec = Spec.load({"mesh": {}, "batch": {"global": 4, "micro": 4}, "inputs": x, "optimizer": optimizer})
+    torch.manual_seed(0)
+    model, batch = Unread().double(), {"x": torch.randn(4, 3, dtype=torch.float64)}
+    engine, beside = OneProcess(copy.deepcopy(model), spec), Beside(OneProcess(model, spec))
+    weights = dict(engine.model.named_parameters())
+    for step in range(3):
+        before = {n: p.detach().clone() for n, p in weights.items()} if step else {}
+        loss = engine.forward_backward(batch)
+        still = weights["still"].grad
+        assert still is not None
+        still += 1e-16
+        gradients = {n: p.grad.clone() for n, p in weights.items() if p.grad is not None}
+        beside.step(batch, EngineStep(loss, engine.update(), gradients, before))
+    beside.compare_parameters(weights)
+    assert [str(row) for row in beside.rows if not row.passed] == []
 
 
 MODEL = """
