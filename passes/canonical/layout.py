@@ -112,7 +112,7 @@ def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
 
 def _mark_whole(x: fx.Node, dim: int) -> None:
     """A cut is all of a dim: in a capture of one sequence, it may be one of several."""
-    x.meta["cut_whole"] = {*x.meta.get("cut_whole", ()), dim}
+    x.meta["cut_whole"] = tuple(dict.fromkeys((*x.meta.get("cut_whole", ()), dim)))
 
 
 def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

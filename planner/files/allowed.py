@@ -89,7 +89,9 @@ MARKS: dict[str, Any] = {
     "draw": Draw,
     "placement": Placement,
     "parameter": str,
-    **dict.fromkeys(("grad", "stopped", "known", "has_scores"), bool),
+    "unsqueezed": int,
+    "cut_whole": tuple[int, ...],
+    **dict.fromkeys(("grad", "stopped", "known", "has_scores", "selected"), bool),
 }
 _UNRULED = {getattr(aten, name) for name in UNRULED.split() if hasattr(aten, name)}
 

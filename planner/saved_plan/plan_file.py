@@ -56,12 +56,7 @@ PARTS: dict[str, Any] = {
     "flops": float | None,
 }
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("names", "conversions", "adapted"))
-OVER = (
-    "constant",
-    "selected",
-    "cut_whole",
-    "unsqueezed",
-)  # marks that are read only while a graph is brought into canonical form
+OVER = ("constant", "selected", "cut_whole", "unsqueezed")  # marks that are read only until a plan is decided
 SAVED_BY = "save it by meshwright plan MODEL SPEC --format pt -o FILE"
 _HOUSES = Path(__file__).resolve().parents[2]
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

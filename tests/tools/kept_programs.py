@@ -17,7 +17,8 @@ from planner.files.atomic import replaced_file
 from tests.tools.model_digest import Uncertain
 
 META = {"val", "grad", "known", "stopped", "parameter", "nn_module_stack", "stack_trace"}
-OVER = {"constant", "selected"}  # read only while the graph is brought into canonical form
+META |= {"selected", "cut_whole", "unsqueezed"}  # read when the loss is shared out
+OVER = {"constant"}  # read only while the graph is brought into canonical form
 MOST_FILES = 64
 
 Kept = tuple[dict[str, Any], dict[str, Tensor]]

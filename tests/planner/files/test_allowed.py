@@ -56,7 +56,7 @@ def names_in(table: dict[str, str]) -> set[tuple[str, str]]:
 
 
 def test_the_marks_are_those_of_captured_graphs_and_of_lowering() -> None:
-    only_while_captured = {"constant", "selected", "cut_whole", "unsqueezed", "asked", "custom", "state"}
+    only_while_captured = {"constant", "asked", "custom", "state"}
     assert allowed.MARKS.keys() == META.keys() - only_while_captured | {"placement"}
 
 
