@@ -35,7 +35,7 @@ _CHECKING = tuple(_TORCH + part for part in ("nn" + os.sep, "distributions" + os
 
 
 class ExportAgain(PlanError):
-    """Raised in a forward once one more mask is assumed to select every row (planner.capture.selection.questions)."""
+    """Raised in a forward once one more mask is assumed to select every row (planner.capture.selection.full_masks)."""
 
 
 @dataclass(slots=True)
