@@ -138,15 +138,20 @@ class Scaled:
             received = {name: m for name, m in read.items() if m not in trace.outside} | {str(m): m for m in enters}
         if end < self.units.stop:
             sent = dict(self.crossing[end - 1])
-        let_go = tuple(_renumbered(block, new) for block in trace.let_go if block.end in new)
+        let_go = tuple(_renumbered(block, new) for block in trace.let_go if _first_of(block) in new)
         return replace(trace, calls=calls, received=received, sent=sent, let_go=let_go), numbers
 
 
+def _first_of(block: LetGo) -> int:
+    """A call that lies in the block's own unit: its last one may be a conversion of its result in the next unit."""
+    return block.again[0] if block.again else min(block.end, block.reads)
+
+
 def _renumbered(block: LetGo, new: Mapping[int, int]) -> LetGo:
-    """In a part of a trace that has all of the block."""
-    reads = max(at for at in new if at <= block.reads)
+    """In a part of a trace that has all of the block, but perhaps not the conversion of its result."""
+    end, reads = (new[max(at for at in new if at <= last)] for last in (block.end, block.reads))
     inside, again = frozenset(new[at] for at in block.inside), tuple(new[at] for at in block.again if at in new)
-    return replace(block, end=new[block.end], reads=new[reads], inside=inside, again=again)
+    return replace(block, end=end, reads=reads, inside=inside, again=again)
 
 
 class Part(NamedTuple):
