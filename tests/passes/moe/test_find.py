@@ -196,21 +196,21 @@ def test_golden_of_families():
         words("mixtral", "gpt_oss", "deepseek_v3", "llama4"),
         """\
 mixtral: 2 x 4 experts, 2 a token, tokens sorted by expert, 0
-mul_10 -> linear_4 -> getitem_7, div_ -> sum_2
+mul_10 -> linear_4 -> getitem_1, div_ -> sum_2
 1 [4, 128, 32] experts 0 width 1
 1 [4, 32, 64] experts 0 width 2
 gpt_oss: 2 x 4 experts, 2 a token, tokens sorted by expert, 0
-mul_15 -> linear_8 -> getitem_15, softmax_1 -> sum_1
+mul_15 -> linear_8 -> getitem_7, softmax_1 -> sum_1
 1 [4, 32, 128] experts 0 width 2
 1 [4, 64, 32] experts 0 width 1
 1 [4, 128] experts 0 width -1
 1 [4, 32] experts 0 width -1
 deepseek_v3: 1 x 4 experts, 2 a token, tokens sorted by expert, 0
-mul_35 -> linear_13 -> getitem_23, mul_36 -> sum_3
+mul_35 -> linear_13 -> getitem_17, mul_36 -> sum_3
 1 [4, 64, 32] experts 0 width 1
 1 [4, 32, 32] experts 0 width 2
 llama4: 2 x 4 experts, 1 a token, every token, weighted, 0
-mul_9 -> linear_4 -> getitem_6, sigmoid -> sum_1
+mul_9 -> linear_4 -> getitem_1, sigmoid -> sum_1
 1 [4, 32, 128] experts 0 width 2
 1 [4, 64, 32] experts 0 width 1
 """,
