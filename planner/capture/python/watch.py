@@ -110,9 +110,14 @@ class ForwardWatch:
         return output
 
     def call_again(self) -> None:
-        """Make further calls, without export. One that asks for values ends this."""
+        """Make further calls, without export. One that asks for values ends this; if none ends, those in export's modes
+        do not count: modes alone may tell them apart, as where peft registers a parametrization in the forward.
+        """
+        before = len(self._calls)
         for _ in range(2 if self._calls else 0):
             self._call()
+        if len(self._calls) == before:
+            self.forget_calls()
         if self._unlike(self._calls[1:]) is not None:  # export may have undone the changes of the first one
             self._call()
         self._records = False
