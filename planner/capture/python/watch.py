@@ -111,7 +111,7 @@ class ForwardWatch:
 
     def call_again(self) -> None:
         """Make further calls, without export. One that asks for values ends this; if none ends, those in export's modes
-        do not count: modes alone may tell them apart, as where peft registers a parametrization in the forward.
+        do not count: the modes alone may make the difference, as if peft registers a parametrization in the forward.
         """
         before = len(self._calls)
         for _ in range(2 if self._calls else 0):
