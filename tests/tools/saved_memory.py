@@ -84,7 +84,7 @@ class Made(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not value.is_meta:  # one without values has no memory
                 storage = value.untyped_storage()
                 self._storages.setdefault(storage._cdata, storage)
         return result
