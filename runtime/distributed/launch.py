@@ -267,7 +267,7 @@ def _context() -> Any:
     context = multiprocessing.get_context(method)
     if method == early_server.METHOD:
         # Each rank will need the modules that this process has imported: Hugging Face model files take seconds.
-        slow = [name for name in sys.modules if name in AS_HERE or _is_model_file(name)]
+        slow = [name for name in list(sys.modules) if name in AS_HERE or _is_model_file(name)]
         if not early_server.imported.issuperset(filter(_is_model_file, slow)):
             early_server.end()  # the command has imported modules since that ranks need
         context.set_forkserver_preload([early_server.FORK_SERVER, *PRELOADED, *slow])
