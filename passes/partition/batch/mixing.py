@@ -115,8 +115,9 @@ def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> b
         return False
     known = [dims or frozenset[int]() for dims in held]
     if not _has_own_backward(node):
-        same = larger if larger is not None and larger.target == node.target else node
-        return _mixes(same, known) or (not addresses(node) and _mixes(node, known))
+        if larger is None or larger.target != node.target:
+            return _mixes(node, known)
+        return _mixes(larger, known) or (not addresses(node) and _mixes(node, known))
     return not any(_works_by_sequence(n, known) for n in (node, larger) if n is not None)
 
 

@@ -98,13 +98,9 @@ def find_scored(program: Program) -> Scored:
 def read_by_the_loss_alone(program: Program, scored: Scored) -> list[str]:
     """Trained parameters that no gradient of the scored probabilities reaches, such as those of a second head."""
     logits: list[Any] = [program.node(pick.node).args[0] for pick in scored.picks]
-    reached = set(walk(logits, operands, into=_has_gradient))
+    reached = set(walk(logits, operands, into=lambda node: bool(node.meta.get("grad"))))
     nodes = {name: program.node(node) for node, name in program.parameters.items()}
-    return [name for name, node in nodes.items() if _has_gradient(node) and node not in reached]
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return bool(node.meta.get("grad"))
+    return [name for name, node in nodes.items() if node.meta.get("grad") and node not in reached]
 
 
 def _picks(program: Program) -> Iterator[tuple[Pick, str]]:
