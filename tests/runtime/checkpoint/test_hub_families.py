@@ -43,12 +43,7 @@ from tests.tools.hub_directories import (
     trained_by_ranks,
 )
 
-BITWISE = ("zero 3", "pp 2")  # two microbatches, one by one, whose gradients are added
-# differ in the last bit: a microbatch adds two gradients to a tied weight; over dp, that of a gate of one row
-NEARLY = {
-    *(("ernie4_5_moe", layout) for layout in BITWISE),
-    *((family, "zero 3") for family in ("qwen2_moe", "qwen3_next")),
-}
+ONE_BY_ONE = ("zero 3", "pp 2")  # two microbatches, whose gradients are added, as in one process
 
 
 @pytest.mark.thorough
@@ -59,9 +54,11 @@ NEARLY = {
 def test_files_are_trained_and_written_again_as_by_one_process(family, layout, tmp_path, lab):
     """Bitwise on every layout: a copy without a step, and the export of what the ranks hold after three steps.
 
-    Over zero 3 and pp 2 these are also bitwise those of our engine in one process. Over tp and ep they cannot be: parts
-    of a sum are added in another order (2e-8 and 3e-16 after three steps), and transformers' one process sums the rows
-    of both microbatches at once, with norms in float32 (3e-8).
+    Over pp 2 these are also bitwise those of our engine in one process, but for ernie4_5_moe, where a microbatch adds
+    two gradients to a tied weight. Over zero 3 a gradient may differ in its last bit: of a gate of one row everywhere,
+    of ten families on AMD EPYC and of none of these on Intel Xeon. Over tp and ep parts of a sum are added in another
+    order (2e-8 and 3e-16 after three steps), and transformers' one process sums the rows of both microbatches at once,
+    with norms in float32 (3e-8).
     """
     saved(family, tmp_path / "in", torch.float64)
     trained = lab.call(trained_by_ranks, tmp_path, layout)
@@ -75,12 +72,12 @@ def test_files_are_trained_and_written_again_as_by_one_process(family, layout, t
     assert all(torch.equal(held[name], value) for name, value in wanted.items() if name not in trained)
     differences = {name: (held[name] - value).abs().max().item() for name, value in wanted.items()}
     assert max(differences.values()) < 1e-7, max(differences.items(), key=lambda pair: pair[1])
-    if layout in BITWISE:
+    if layout in ONE_BY_ONE:
         one = lab.call(trained_by_ranks, tmp_path, "one", "alone")
-        if (family, layout) in NEARLY:
-            assert max((trained[name] - value).abs().max().item() for name, value in one.items()) < 1e-15
-        else:
+        if layout == "pp 2" and family != "ernie4_5_moe":
             assert_same(trained, one)
+        else:
+            assert max((trained[name] - value).abs().max().item() for name, value in one.items()) < 1e-15
 
 
 def assert_as_in_files(copied: dict[str, Tensor], given: dict[str, Tensor]) -> None:
