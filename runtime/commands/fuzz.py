@@ -36,9 +36,11 @@ class Options:
 
     def check(self) -> None:
         """Raise PlanError for options that do not fit together, or a directory that does not exist."""
-        if self.case is not None and (self.cases, self.minutes) != (None, None):
-            what = "--case reruns one case: --cases and --minutes have no effect"
-            raise PlanError(what, where="--case", fix="remove --cases and --minutes, or --case")
+        drawing = ("cases", "minutes", "seed", "specs")
+        unused = [f"--{name}" for name in drawing if getattr(self, name) != getattr(Options(), name)]
+        if self.case is not None and unused:
+            what = f"--case reruns one case: {', '.join(unused)} has no effect"
+            raise PlanError(what, where="--case", fix=f"remove {', '.join(unused)}, or --case")
         if self.nproc < 2:
             raise PlanError("a case needs at least 2 ranks", where="--nproc", fix="give 2 or more")
         if not self.folder.is_dir():

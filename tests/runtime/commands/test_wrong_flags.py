@@ -175,7 +175,9 @@ BAD: dict[str, tuple[str, ...]] = {
     "the plan has no length 5: it has one length": ("plan", "--length", "5"),
     "--full adds rows to tables": ("plan", "--full", "--format", "json"),
     "fix: remove --full, or --why and --format": ("plan", "--full", "--why", "embed.weight"),
-    "--case reruns one case: --cases and --minutes have no effect": ("fuzz", "--case", "case.json", "--cases", "2"),
+    "--case reruns one case: --cases, --seed has no effect": (
+        "fuzz", "--case", "case.json", "--cases", "2", "--seed", "3",
+    ),
     "prompt 0 has 8 tokens": ("generate", "--prompt", "To train"),
     "prompt 1 is empty": ("generate", "--prompt", "To", "--prompt", ""),
     "max_new_tokens is 0": ("generate", "--prompt", "To", "--max-new-tokens", "0"),
