@@ -2,7 +2,7 @@
 
 PyTorch itself defines such an op: by its composite kernel, or by its table of decompositions. It is written out if it
 carries a gradient and has no rule of its own, and kept as one op (and reported) if its parts would have none either, or
-would be very many (an LSTM, step by step).
+would be very many (an LSTM, step by step: as few steps are kept too, so that a plan depends on no length).
 
 Layers are written out in ops that have a rule, so that tp shards the features of the state. One step of a recurrent
 layer, and bags of embeddings of one length (others, which data may give, stay one op):
@@ -27,6 +27,7 @@ from passes.canonical.emit import Emit, Rewrite, applied, table, viewed, viewed_
 from passes.errors import PlanError
 from passes.program.ops.aten import aten, named, nodes_in, packet_of, shape_of
 from passes.program.source_lines import where_of
+from passes.rules.table import runs_in_steps
 
 HasRule = Callable[[Any], bool]
 MOST_CALLS = 64
@@ -87,8 +88,10 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     ``has_rule``: whether an op has a rule.
     """
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or "batch_norm" in str(target):
-        return None  # batch norm is recognised by its name (passes.partition.loss.shares)
+    if not isinstance(target, torch._ops.OpOverload) or has_rule(target) or runs_in_steps(target):
+        return None
+    if "batch_norm" in str(target):
+        return None  # it is recognised by its name (passes.partition.loss.shares)
     ours = _OURS.get(str(target))
     whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
     if whole is None or not (_is_stack(target) or any(n.meta["grad"] for n in nodes_in((args, kwargs)))):

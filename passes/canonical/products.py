@@ -22,10 +22,14 @@ UNREDUCED = 0
 
 
 def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Broadcast dims of size 1 of an operand are dropped, so that a letter has one size."""
+    """Broadcast dims of size 1 of an operand are dropped, so that a letter has one size. A letter that an operand has
+    twice stands for a diagonal.
+    """
     operands = list(args[1])
     text = explicit(args[0], [len(shape_of(x)) for x in operands])
     words, result = text.partition("->")[0].split(","), text.partition("->")[2]
+    for i, word in enumerate(words):
+        words[i], operands[i] = _of_diagonals(emit, word, operands[i])
     sizes: dict[str, int] = {}
     for word, x in zip(words, operands, strict=True):
         for letter, n in zip(word, shape_of(x), strict=True):
@@ -40,6 +44,16 @@ def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
         pair, path = path[:2], path[2:]
         words, operands = _paired(emit, words, operands, result, pair)
     return emit(aten.einsum.default, (",".join(words) + "->" + result, operands), {}, node.meta["val"])
+
+
+def _of_diagonals(emit: Emit, word: str, x: fx.Node) -> tuple[str, fx.Node]:
+    """Each letter once."""
+    while (twice := next((c for c in word if word.count(c) > 1), None)) is not None:
+        first = word.index(twice)
+        second = word.index(twice, first + 1)
+        x = applied(emit, aten.diagonal.default, x, 0, first, second)
+        word = "".join(c for i, c in enumerate(word) if i not in (first, second)) + twice
+    return word, x
 
 
 def _paired(

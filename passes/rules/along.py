@@ -2,6 +2,7 @@
 
 softmax, cumsum      the dim is mixed, and its positions are kept: one factor of operand and result
 topk, sort, slice    positions are not kept: two factors
+lstm, gru            the steps are mixed, and keep their positions
 sum                  summed over          mean, amax, var …     mixed
 """
 
@@ -114,13 +115,31 @@ def norm(call: Call) -> OpRule:
     return aligned(call, roles={d: MIX for d in range(ndim - last, ndim)}).done()
 
 
-def selected(call: Call) -> OpRule:
-    """select, unbind: the dim is gone."""
-    (gone,) = call.dims("dim") or {0}
+def _without(call: Call, gone: Collection[int]) -> OpRule:
+    """The dims of the operand but ``gone`` come first in the result, in their order."""
     factors = Factors(call)
-    factors.add(MIX, (0, gone))
-    for dim in range(len(call.result)):
-        factors.add(EACH, (0, dim + (dim >= gone)), (RESULT, dim))
+    for place, dim in enumerate(d for d in range(len(call.shapes[0])) if d not in gone):
+        factors.add(EACH, (0, dim), (RESULT, place))
+    return factors.done()
+
+
+def selected(call: Call) -> OpRule:
+    """select, unbind."""
+    return _without(call, call.dims("dim") or {0})
+
+
+def diagonal(call: Call) -> OpRule:
+    """The elements of the diagonal come last."""
+    return _without(call, {call.given[name] % len(call.shapes[0]) for name in ("dim1", "dim2")})
+
+
+def recurrent(call: Call) -> OpRule:
+    """lstm, gru(x [t, b, i] or [b, t, i], states [layers, b, h], weights ..): each step reads those before it."""
+    factors, states = Factors(call), call.given["hx"]
+    steps = 1 if call.given["batch_first"] else 0
+    factors.add(MIX, (0, steps), (RESULT, steps))
+    of_states = range(1, 1 + (len(states) if isinstance(states, (list, tuple)) else 1))
+    factors.add(EACH, (0, 1 - steps), (RESULT, 1 - steps), *((o, 1) for o in of_states))
     return factors.done()
 
 

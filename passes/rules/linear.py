@@ -75,7 +75,7 @@ LINEAR: dict[Any, Callable[[Call], Sets]] = (
     | packets("neg contiguous clone dropout detach alias", first)
     | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand", first)
     | packets("permute transpose t movedim slice select split_with_sizes unfold", first)
-    | packets("view_as_complex view_as_real cumsum flip roll diff tril triu sum mean", first)
+    | packets("view_as_complex view_as_real cumsum flip roll diff tril triu diagonal sum mean", first)
     | packets("index_select gather index split chunk unbind", first)
     | dict.fromkeys((gather_sequence, local_rows, sum_over_ranks, getitem), first)
     | packets("cat stack", everywhere)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.program.ops.aten import aten, is_pointwise, packet_of, packets, shape_of
+from passes.program.ops.aten import aten, is_pointwise, named, packet_of, packets, shape_of
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
@@ -28,6 +28,11 @@ def builder_of(target: Any) -> Builder | None:
     if builder is None and is_grouped(target):
         return products.grouped
     return along.elementwise if builder is None and is_pointwise(target) else builder
+
+
+def runs_in_steps(target: Any) -> bool:
+    """Whether an op is a recurrence over all steps of a sequence."""
+    return RULES.get(packet_of(target)) is along.recurrent
 
 
 def rule_of(node: fx.Node) -> OpRule | None:
@@ -88,6 +93,9 @@ def item(call: Call) -> OpRule | None:
         return None
     source = rule_of(call.operands[0])
     factors = Factors(call)
+    if runs_in_steps(call.operands[0].target) and call.node.args[1] != 0:
+        factors.add(EACH, (0, 0 if named(call.operands[0])["batch_first"] else 1), (RESULT, 1))  # a last state
+        return factors.done()
     for dim in range(len(call.result)):
         factor = source.sole(RESULT, dim) if source is not None else None
         is_new = factor is not None and {p.operand for p in factor.places} == {RESULT} and factor.role is not EACH
@@ -137,9 +145,11 @@ RULES: dict[Any, Builder] = (
     | packets("mean nanmean amax amin max min argmax argmin aminmax median logsumexp prod any all", along.mixed)
     | packets("var std var_mean std_mean norm linalg_vector_norm", along.mixed)
     | packets("select unbind", along.selected)
+    | packets("diagonal", along.diagonal)
     | packets("stack", along.stack)
     | packets("pad constant_pad_nd", along.padded)
     | packets("unfold", along.unfold)
+    | packets("lstm gru rnn_tanh rnn_relu", along.recurrent)
     # views
     | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape)
     | packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", views.permute)

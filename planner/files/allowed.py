@@ -69,15 +69,14 @@ UNRULED = (
     "pairwise_distance renorm tensordot trace vdot "
     # places of elements
     "as_strided as_strided_scatter block_diag broadcast_tensors broadcast_to bucketize channel_shuffle col2im "
-    "diag_embed diagonal diagonal_scatter dsplit dstack fliplr flipud hsplit hstack im2col index_fill isin kthvalue "
+    "diag_embed diagonal_scatter dsplit dstack fliplr flipud hsplit hstack im2col index_fill isin kthvalue "
     "lift_fresh masked_scatter meshgrid mode native_channel_shuffle pixel_shuffle pixel_unshuffle put "
     "repeat_interleave rot90 searchsorted select_scatter slice_scatter sum_to_size take take_along_dim tensor_split "
     "tile unsafe_chunk unsafe_split vander vsplit vstack "
     # sums, spectra, images, sequences
     "corrcoef cov cumulative_trapezoid gradient histc nanmedian nanquantile quantile trapezoid fft_fft2 fft_fftn "
     "fft_fftshift fft_ifft2 fft_ifftn fft_ifftshift fft_irfft2 fft_irfftn fft_rfft2 fft_rfftn istft stft "
-    "affine_grid_generator fractional_max_pool2d native_group_norm prelu upsample_nearest3d upsample_trilinear3d gru "
-    "lstm rnn_relu rnn_tanh"
+    "affine_grid_generator fractional_max_pool2d native_group_norm prelu upsample_nearest3d upsample_trilinear3d"
 )
 # Marks of nodes: the types of their values.
 MARKS: dict[str, Any] = {

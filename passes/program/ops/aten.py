@@ -221,9 +221,12 @@ def is_random(node: fx.Node) -> bool:
     """Whether two calls may give different values."""
     if node.target is causal_attention:
         return bool(node.kwargs.get("dropout_p"))
-    if packet_of(node.target) is aten.scaled_dot_product_attention:  # tagged for its dropout, which is mostly 0
-        return bool(arguments(node).get("dropout_p"))
-    return draws(node.target)
+    if not draws(node.target):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    names = {a.name for a in schema.arguments} if schema is not None else set[str]()
+    rate = names.intersection(("dropout_p", "dropout"))  # of attention, of lstm: tagged for it, and it is mostly 0
+    return bool(arguments(node).get(rate.pop())) if rate else True
 
 
 def is_mutable(target: Any) -> bool:

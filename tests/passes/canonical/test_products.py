@@ -46,6 +46,19 @@ v2 = aten.einsum(asw,w->asw, [x, v1])
     )
 
 
+def test_a_letter_that_an_operand_has_twice_is_its_diagonal():
+    def scaled(m: OneBody, x: Tensor) -> Tensor:
+        return torch.einsum("bsw,ww->bsw", x, m.up.weight)
+
+    assert_expected_inline(
+        canonical(scaled),
+        """\
+v0 = aten.diagonal(up.weight, 0, 0, 1)
+v1 = aten.einsum(bsw,w->bsw, [x, v0])
+""",
+    )
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("path", "text"),

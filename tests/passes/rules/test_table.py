@@ -27,6 +27,11 @@ def ids(*shape: int, below: int = 4) -> Tensor:
     return torch.randint(below, shape)
 
 
+def two_layers(gates: int, num_inputs: int, hidden: int) -> list[Tensor]:
+    size = gates * hidden
+    return [real(*shape) for n in (num_inputs, hidden) for shape in ((size, n), (size, hidden), (size,), (size,))]
+
+
 EACH_OF_ONE = {
     "kept": [(real(4, 6, 2), 1)],
     "whole": [(real(4, 6),)],
@@ -146,6 +151,19 @@ EXAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.pad.default: [(real(4, 6, 2), [0, 0, 1, 2])],
     aten.constant_pad_nd.default: [(real(4, 6, 2), [1, 0])],
     aten.unfold.default: [(real(4, 6, 2), 1, 3, 1)],
+    aten.diagonal.default: [(real(4, 6, 2, 6), 0, 1, 3), (real(4, 6, 4), 0, -1, 0)],
+    **{
+        op: [
+            (real(2, 3, 5), states, two_layers(gates, 5, 4), True, 2, 0.0, True, False, True),
+            (real(3, 2, 5), states, two_layers(gates, 5, 4), True, 2, 0.0, True, False, False),
+        ]
+        for op, gates, states in (
+            (aten.gru.input, 3, real(2, 2, 4)),
+            (aten.rnn_tanh.input, 1, real(2, 2, 4)),
+            (aten.rnn_relu.input, 1, real(2, 2, 4)),
+            (aten.lstm.input, 4, [real(2, 2, 4), real(2, 2, 4)]),
+        )
+    },
     aten.reshape.default: [
         (real(12, 2), [4, 6]),
         (real(2, 6, 4), [3, 2, 8]),

@@ -206,6 +206,48 @@ def test_one_sequence_needs_no_second_capture_where_none_runs_along_the_batch(mi
     assert found.difference < 1e-12
 
 
+# ---- ops that run through a sequence in one call, and diagonals
+
+
+class Recurrent(Mixed):
+    """``of_states``: reads the last states instead of the steps."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, batch_first: bool, of_states: bool = False) -> None:
+        super().__init__(self.run)
+        self.cells, self.batch_first, self.of_states = (
+            kind(WIDTH, WIDTH, 2, batch_first=batch_first),
+            batch_first,
+            of_states,
+        )
+
+    def run(self, x: Tensor, ids: Tensor) -> Tensor:
+        steps, states = self.cells(x if self.batch_first else x.transpose(0, 1))
+        if self.of_states:
+            last = states[0] if isinstance(states, tuple) else states
+            return x + last[-1].unsqueeze(1)
+        return x + (steps if self.batch_first else steps.transpose(0, 1))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("of_states", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrence_runs_through_each_sequence_alone(kind, batch_first, of_states, micro):
+    found = shared(lambda: Recurrent(kind, batch_first=batch_first, of_states=of_states), micro, NUM_MICROBATCHES)
+    assert found.difference < 1e-12
+    assert not found.is_told
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_diagonal_of_a_matrix_scales_features_of_each_sequence(micro):
+    found = compared(
+        lambda x, ids: torch.einsum("btw,ww->btw", x, torch.arange(WIDTH**2.0).view(WIDTH, WIDTH).to(x)), micro
+    )
+    assert found.difference < 1e-12
+    assert not found.is_told
+
+
 # ---- on ranks
 
 
