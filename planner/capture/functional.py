@@ -33,13 +33,25 @@ def is_write(node: fx.Node) -> bool:
     return node.op == "call_function" and is_mutable(node.target)
 
 
-def drop_detach_of_literals(graph: fx.Graph) -> None:
-    """Erase ``detach_`` of values that have no gradient: export writes it behind a literal (``torch.tensor``)."""
-    for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
-        value: Any = node.args[0]
-        if not value.meta["val"].requires_grad:
-            node.replace_all_uses_with(value)
-            graph.erase_node(node)
+def drop_needless_writes(graph: fx.Graph) -> None:
+    """Erase writes in place that change nothing:
+
+    ``detach_`` of a value without a gradient    export writes it behind a literal (``torch.tensor``)
+    ``x.set_(x)``                                ``nn.utils.parametrize`` registers a parametrization so in a forward
+    ``x.div_(1)``                                a first call may rescale weights so
+    """
+    for node in filter(_changes_nothing, list(graph.nodes)):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    if node.target is aten.detach_.default:
+        return not node.all_input_nodes[0].meta["val"].requires_grad
+    if node.target is aten.set_.source_Tensor:
+        return node.args[0] is node.args[1]
+    is_scaling = node.target in (aten.div_.Tensor, aten.mul_.Tensor)
+    return is_scaling and not node.kwargs and node.args[1] in (1, 1.0)
 
 
 def make_functional(module: fx.GraphModule) -> dict[str, str]:

@@ -29,8 +29,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from passes.errors import PlanError, Where, first_line, message_of
 from passes.program.program import Assumption
 from planner.capture.data_dependence import NUMBER_OF_DATA, not_captured
-from planner.capture.functional import drop_detach_of_literals
-from planner.capture.gradients.parameters import drop_writes_of_itself
+from planner.capture.functional import drop_needless_writes
 from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.gradients.regions import stop_gradients, write_casts
 from planner.capture.model.exchange import Exchange, fake, global_hooks_kept
@@ -97,7 +96,7 @@ def traced(forward: Forward, earlier: Earlier, *, is_known: bool) -> Traced:
 
     def trial() -> None:
         watch = forward.watch()
-        with watch.installed(), PythonGradients(forward.model).watched():
+        with watch.installed(), PythonGradients().watched(forward.model):
             _export(forward, watch, forward.questions(assumed))
 
     made = assumed.settled(lambda: _attempted(forward, assumed, is_known), trial)
@@ -111,36 +110,37 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
     """The export; made twice if it asked a question that only data answers, or if the forward left state and a recorded
     call of a later state is another. If the model ``is_known``, made once.
     """
-    watch, gradients, asked = forward.watch(), PythonGradients(forward.model), forward.questions(assumed)
+    watch, gradients, asked = forward.watch(), PythonGradients(), forward.questions(assumed)
     others: list[tuple[Questions, ExportedProgram]] = []
-    copies, first = list[ExportedProgram](), None
+    copies = list[ExportedProgram]()
     with watch.installed():
-        with gradients.watched():
+        with gradients.watched(forward.model):
             exported = _export(forward, watch, asked, None if is_known else copies)
+        made = Traced(exported, [], [], asked, others, gradient=gradients.asked_at)
         if is_known:
-            return Traced(exported, [], [], asked, [], gradient=gradients.asked_at)
-        with PythonGradients(forward.model, gradients).watched():
+            return made
+        made.notes, made.told = gradients.notes, [*gradients.regions.told()]
+        with gradients.watched(forward.model):
             quietly(watch.refuse_draws)
             if not _are_alike(forward, watch, [FurtherCall(forward.mode), FurtherCall(forward.mode)]):
                 quietly(watch.call_again)
             if watch.is_unknown:
                 watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
-            with watch.as_before(), PythonGradients(forward.model, gradients).watched():
+            with watch.as_before(), gradients.watched(forward.model):
                 others.append((again := forward.questions(assumed, answer), _export(forward, watch, again)))
         if watch.left_nothing and not asked.asked:
-            first = KeptExport(copies[0], forward.kwargs)
+            made.first = KeptExport(copies[0], forward.kwargs)
         if watch.doubts:
-            first = None if asked.asked else _unmoved(forward, watch, gradients, copies[0])
-            with watch.moved_on(), PythonGradients(forward.model, gradients).watched():
-                if first is None:
+            made.first = None if asked.asked else _unmoved(forward, watch, gradients, copies[0])
+            with watch.moved_on(), gradients.watched(forward.model):
+                if made.first is None:
                     watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
             watch.note_reads()
         watch.refuse_changing()
-        with PythonGradients(forward.model, gradients).watched():
+        with gradients.watched(forward.model):
             quietly(watch.refuse_schedules)
-    made = Traced(exported, [*gradients.notes], [*gradients.regions.told(), *watch.remarks], asked, others)
-    made.gradient, made.first = gradients.asked_at, first
+    made.told += watch.remarks
     return made
 
 
@@ -154,7 +154,7 @@ def _recorded_now(forward: Forward, kept: KeptExport) -> FirstExport | None:
     """``kept``, with a forward of its size; None if that does not compute as the export did."""
     first = replace(forward, kwargs={name: fake(value, None, forward.mode) for name, value in kept.inputs.items()})
     watch = first.watch()
-    with suppress(Exception), watch.installed(), PythonGradients(first.model).watched():
+    with suppress(Exception), watch.installed(), PythonGradients().watched(first.model):
         return _matched(kept.exported, _recorded(first, watch))
     return None
 
@@ -165,7 +165,7 @@ def _unmoved(
     """The export with its recording, if the model would call the same many forwards later; None if unknown."""
 
     def recorded(state: AbstractContextManager[None]) -> Recording | None:
-        with state, PythonGradients(forward.model, gradients).watched():
+        with state, gradients.watched(forward.model):
             return _recorded(forward, watch)
 
     before, later = recorded(watch.as_before()), recorded(watch.moved_on())
@@ -197,17 +197,17 @@ def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: b
     """``first`` at the sizes of ``forward``. None if the forward branches on them, or leaves anything behind that was
     not settled at other sizes: then it is exported, and that reports why.
     """
-    watch, gradients, recorder = forward.watch(), PythonGradients(forward.model), forward.recorder()
+    watch, gradients, recorder = forward.watch(), PythonGradients(), forward.recorder()
     further = [] if earlier.was_repeated else [FurtherCall(forward.mode)]
     with suppress(Exception), watch.installed():
-        with gradients.watched():
+        with gradients.watched(forward.model):
             are_alike = is_known or (_are_alike(forward, watch, [recorder, *further]) and watch.left_nothing)
             found = _recorded(forward, watch) if is_known else recorder.found
         if are_alike and found is not None:
             exported = _named(first.at(found), forward.model)
             earlier.was_repeated |= not is_known
-            notes, told = [*gradients.notes], list(gradients.regions.told())
-            return Traced(exported, notes, told, forward.questions(Assumptions()), [], gradient=gradients.asked_at)
+            told, asked = [*gradients.regions.told()], forward.questions(Assumptions())
+            return Traced(exported, gradients.notes, told, asked, [], gradient=gradients.asked_at)
     return None
 
 
@@ -252,8 +252,7 @@ def _exported(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> ExportedProg
 
 def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
     """With the casts of autocast regions, and modules as the model names them; without calls that change nothing."""
-    drop_detach_of_literals(exported.graph)
-    drop_writes_of_itself(exported.graph)
+    drop_needless_writes(exported.graph)
     stop_gradients(exported.graph)
     write_casts(exported.graph)
     name_sliced_modules(exported.graph, model)

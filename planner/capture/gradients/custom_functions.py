@@ -45,19 +45,16 @@ HIDDEN_FIX = "pass every tensor that the Function reads as an argument of apply,
 
 
 class CustomFunctions:
-    """Owns the decisions for the Functions of one model; equal uses are tried once. ``known``: of an earlier export of
-    the model; its trials count here too.
-    """
+    """Owns the decisions for the Functions of one model, in all its exports; equal uses are tried once."""
 
-    def __init__(self, model: nn.Module, known: CustomFunctions | None = None) -> None:
+    def __init__(self) -> None:
         self.notes: list[str] = []
-        self.model = model
-        self._derived: dict[Any, bool | None] = {} if known is None else known._derived
-        self._facts: dict[Any, Facts] = {} if known is None else known._facts
+        self.model = nn.Module()  # the model under export
+        self._derived: dict[Any, bool | None] = {}
+        self._facts: dict[Any, Facts] = {}
         self._calls: dict[Any, OwnBackward] = {}
         self._met: list[object] = []  # arguments without a plain value, numbered in labels by order of appearance
-        # their arguments live on, so that no id is given twice
-        self._kept: list[Application] = [] if known is None else known._kept
+        self._kept: list[Application] = []  # their arguments live on, so that no id is given twice
 
     def kept_as_call(self, use: Application, args: tuple[Any, ...]) -> OwnBackward | None:
         """The one call that replaces this use; None if the ops of its forward do."""

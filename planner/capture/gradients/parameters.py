@@ -18,7 +18,6 @@ sets on its tensors are found while it is exported (planner.capture.gradients.py
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
@@ -40,23 +39,6 @@ HOOK_FIX = (
     "remove the hook, and scale the gradient in the forward: `c * x + ((1 - c) * x).detach()` multiplies the "
     "gradient of x by c, a number or a mask"
 )
-
-
-def drop_writes_of_itself(graph: fx.Graph) -> None:
-    """Erase ``x.set_(x)``, by which ``nn.utils.parametrize`` registers a parametrization within the forward, and
-    ``x.div_(1)``, by which a first call may rescale weights.
-    """
-    for node in filter(_leaves_it_as_it_is, list(graph.nodes)):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        graph.erase_node(node)
-
-
-def _leaves_it_as_it_is(node: fx.Node) -> bool:
-    """Whether a call writes into its first operand what that holds."""
-    if node.target is torch.ops.aten.set_.source_Tensor:
-        return node.args[0] is node.args[1]
-    is_scaling = node.target in (torch.ops.aten.div_.Tensor, torch.ops.aten.mul_.Tensor)
-    return is_scaling and not node.kwargs and node.args[1] in (1, 1.0)
 
 
 def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:

@@ -47,26 +47,30 @@ _DETACH_FIX = "write `x = x.detach()`"
 
 
 class PythonGradients:
-    """Watches one export. ``notes``: for the user. ``first``: of an earlier export of the model."""
+    """Watches the exports of one model. ``asked_at``: the line of a gradient inside the forward."""
 
-    def __init__(self, model: nn.Module, first: PythonGradients | None = None) -> None:
-        self.functions = CustomFunctions(model, None if first is None else first.functions)
-        self.notes = self.functions.notes
+    def __init__(self) -> None:
+        self.functions = CustomFunctions()
         self.regions = Regions(self._here, self._elsewhere)
-        self._model = model
-        self._sites = CallSites(model)
+        self.asked_at: Where | None = None
         self._thread = threading.get_ident()
         self._frozen = FrozenMeanwhile(self._refuse_training)
-        self.asked_at: Where | None = None  # the line of a gradient inside the forward
-        self._is_over = False
         self._data_slot: Any = Tensor.data
         self._grad_slot: Any = Tensor.grad
         self._training_slot: Any = Tensor.requires_grad
         self._node_slot: Any = Tensor.grad_fn
+        self._look_at(None)
+
+    @property
+    def notes(self) -> list[str]:
+        """For the user."""
+        return list(dict.fromkeys((*self.functions.notes, *self.regions.warnings())))
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Around one export, or one further call of ``model``."""
         torch.overrides.get_default_nowrap_functions()  # made once for good: not while attributes are replaced
+        self._look_at(model)
         try:
             with installed(*self._replacements()):
                 with self._frozen:
@@ -74,8 +78,15 @@ class PythonGradients:
                 self._frozen.refuse_changed()
         finally:
             self._frozen.restore()
-            self._end()
-        self.notes.extend(self.regions.warnings())
+            self._look_at(None)
+
+    def _look_at(self, model: nn.Module | None) -> None:
+        """None: a module that PyTorch imported meanwhile may hold on to a replacement, which then watches nothing and
+        keeps no model alive.
+        """
+        self._is_over, self.regions.stops = model is None, False
+        self._model = self.functions.model = model or nn.Module()
+        self._sites = CallSites(self._model)
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         # Below Function.apply, which a model may have taken hold of long before: `act = MyFunction.apply`.
@@ -100,13 +111,6 @@ class PythonGradients:
             original = getattr(eager_transforms, name)
             yield eager_transforms, name, self._refusing(original, _TRANSFORM, _TRANSFORM_FIX)
         yield saved_graph.saved_tensors_hooks, "__enter__", self._enter_saved(saved_graph.saved_tensors_hooks.__enter__)
-
-    def _end(self) -> None:
-        """A module that PyTorch imported meanwhile may hold on to a replacement: it watches nothing from now on, and
-        keeps no model alive."""
-        self._is_over = True
-        self._model = self.functions.model = nn.Module()
-        self._sites = CallSites(self._model)
 
     def _elsewhere(self) -> bool:
         return self._is_over or threading.get_ident() != self._thread
@@ -144,7 +148,7 @@ class PythonGradients:
         if any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return run(*args)
         if torch.is_grad_enabled():
-            self.notes.append(
+            self.functions.notes.append(
                 f"checkpoint(use_reentrant=True) at {self._sites.here()} has no input with a gradient: as in "
                 "PyTorch, nothing inside it gets a gradient"
             )

@@ -7,7 +7,7 @@ Python's random numbers and clocks (planner.capture.python.draws), and the model
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 from typing import Any
 
@@ -51,7 +51,6 @@ class ForwardWatch:
         self._changes: list[Change] = []
         # tensors that the forward left, made of constants, buffers and frozen parameters, and their values if known
         self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._running = ExitStack()
         self._keys, self._calls, self._records = Keys(), list[ForwardCall](), True
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -67,37 +66,34 @@ class ForwardWatch:
             # export passes a stand-in where modules are shared; a model with a loss of its own calls the model inside
             if vars(module) is not vars(self._model) or self._foreign.is_running:
                 return call(module, *args, **kwargs)
-            self._before()
-            try:
+            with self._watching():
                 output = self._recorded(lambda: call(module, *args, **kwargs), args, kwargs)
                 self._refuse_frozen()
-            finally:
-                self._after()
             return plain_structure(output)
 
         try:
             with installed((nn.Module, "_call_impl", watched)):
                 yield
         finally:
-            self._stop()
             self._cached.forget()
             if self._state is not None:
                 self._state.restore()
 
-    def _before(self) -> None:
-        self._stop()
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Around one forward; afterwards the changes of state that the first one made are known."""
         self._cached.forget()
         if self._state is None:
             self._state = PythonState(self._model)
-        self._running = ExitStack()
-        self._running.enter_context(self._draws.watched())
         self._foreign.is_running = True
-
-    def _after(self) -> None:
-        self._stop()
-        if self._state is not None and not self._changes and len(self._calls) < 2:
-            self._changes = self._state.changes()
-            self._constant = {id(t): (t, value) for t, value in self._constants()}
+        try:
+            with self._draws.watched():
+                yield
+        finally:
+            self._foreign.is_running = False
+            if not self._changes and len(self._calls) < 2:
+                self._changes = self._state.changes()
+                self._constant = {id(t): (t, value) for t, value in self._constants()}
 
     def _recorded(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         if not self._records:
@@ -218,10 +214,6 @@ class ForwardWatch:
             where=where,
             fix=STATE_FIX,
         )
-
-    def _stop(self) -> None:
-        self._foreign.is_running = False
-        self._running.close()
 
     # ---- state that the forward left
 

@@ -59,15 +59,13 @@ class Assumptions:
         self._raises: dict[Key, str] = {}  # of answers that were tried the other way round
         self._last: Taken | None = None
         self._taken: dict[Key, list[Taken]] = {}
-        self._draws: list[Where] = []
-        self._checks: dict[tuple[Where, str], Condition] = {}
+        self._checks: dict[tuple[Where, str], Condition | None] = {}
 
     # ---- while a forward runs
 
     def begin(self) -> None:
         self._last = None
         self._taken = {}
-        self._draws = []
         self._checks = {}
 
     def checks(self, where: Where, condition: Condition | None, what: str = CHECK) -> None:
@@ -77,7 +75,7 @@ class Assumptions:
 
     def drew(self, where: Where) -> None:
         """A comparison that is certain unless a number drawn from [0, 1) is exactly 0."""
-        self._draws.append(where)
+        self._checks[where, DRAW] = None
 
     def answer(self, key: Key) -> bool | None:
         """The assumed answer to the question at ``key``; None without one."""
@@ -110,10 +108,10 @@ class Assumptions:
                 if not self._learn(error):
                     raise
                 continue
-            kept = self._taken, self._draws, self._checks
+            kept = self._taken, self._checks
             for key in [key for key in self._answers if key not in self._raises]:
                 self._try_flipped(key, kept[0], trial)
-            self._taken, self._draws, self._checks = kept
+            self._taken, self._checks = kept
             return found
 
     def _learn(self, error: PlanError) -> bool:
@@ -151,11 +149,11 @@ class Assumptions:
                 row = Assumption(taken.where, f"{CHECK} ({self._raises[key]})", condition)
                 rows.setdefault((taken.where, str(condition and condition.graph.graph)), row)
         for (where, what), condition in self._checks.items():
-            named = condition.named(names)
-            if named is None and what != CHECK:  # it reads parameters
+            named = condition and condition.named(names)
+            if named is None and what not in (CHECK, DRAW):  # it reads parameters
                 raise branch_on_data(where)
             rows[where, what] = Assumption(where, what, named)
-        return [*rows.values(), *(Assumption(where, DRAW) for where in dict.fromkeys(self._draws))]
+        return list(rows.values())
 
 
 def branch_on_data(where: Where) -> PlanError:

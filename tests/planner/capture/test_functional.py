@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.capture.functional import drop_detach_of_literals, is_write, make_functional
+from planner.capture.functional import drop_needless_writes, is_write, make_functional
 from planner.capture.gradients.python_side import PythonGradients
 from planner.capture.gradients.regions import stop_gradients
 
@@ -141,10 +141,10 @@ def gradients(out: Tensor, *leaves: Tensor) -> list[Tensor]:
 def test_writes_become_values_with_the_same_gradients(forward: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    with PythonGradients(model := Of(forward)).watched():
+    with PythonGradients().watched(model := Of(forward)):
         exported = torch.export.export(model, (x, w), strict=False)
     module = exported.graph_module
-    drop_detach_of_literals(module.graph)
+    drop_needless_writes(module.graph)
     stop_gradients(module.graph)
     assert any(map(is_write, module.graph.nodes))
     make_functional(module)
