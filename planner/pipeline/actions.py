@@ -1,11 +1,11 @@
-"""The actions of a pipeline rank in a step, one after another.
+"""Pipeline actions: one rank runs a sequence of them in each step.
 
     F3.1   forward of microbatch 3 on chunk 1
-    B3.1   its backward; if a W follows, only the gradients of the stage's inputs
-    W3.1   the gradients of its weights, from tensors that the backward has set aside
+    B3.1   its backward; if the schedule has W, only the gradients of the stage's inputs
+    W3.1   its weight gradients, from tensors that B3.1 kept for it
 
-A schedule has a W for every backward, or none: then a backward makes all gradients. (B and W of Qi et al. 2023, "Zero
-Bubble Pipeline Parallelism", section 2.)
+A schedule has a W for every B, or no W: then B computes all gradients. (B and W of Qi et al. 2023, "Zero Bubble
+Pipeline Parallelism", section 2.)
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """Forward ("F"), backward ("B") or gradients of weights ("W") of one microbatch on one chunk of a rank."""
+    """Forward ("F"), backward ("B") or weight gradients ("W") of one microbatch on one chunk of a rank."""
 
     kind: str
     microbatch: int
@@ -27,7 +27,7 @@ Order = tuple[Action, ...]
 
 
 def format_order(order: Order) -> str:
-    """``F0.0 F1.0 B0.0 …``."""
+    """Return the text of an order: ``F0.0 F1.0 B0.0 …``."""
     return " ".join(map(str, order))
 
 
@@ -36,12 +36,12 @@ def has_weights(orders: Iterable[Order]) -> bool:
 
 
 def without_weights(order: Order) -> Order:
-    """The forwards and backwards alone: links and CUDA graphs use no others."""
+    """Return the order without its W: a W sends nothing, and CUDA graphs do not capture it."""
     return tuple(action for action in order if action.kind != "W")
 
 
 def needs(kind: str, microbatch: int, stage: int, num_stages: int) -> list[tuple[str, int, int]]:
-    """(kind, microbatch, stage) of the actions that end before this one begins."""
+    """Return the dependencies of an action, on any rank: (kind, microbatch, stage) of each."""
     if kind == "F":
         return [("F", microbatch, stage - 1)] if stage else []
     if kind == "W":
@@ -51,7 +51,7 @@ def needs(kind: str, microbatch: int, stage: int, num_stages: int) -> list[tuple
 
 
 def too_early(order: Order) -> Action | None:
-    """The first W that stands before its B."""
+    """Return the first W that precedes its B, or None."""
     done = set[tuple[int, int]]()
     for action in order:
         if action.kind == "B":

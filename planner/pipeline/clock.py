@@ -1,14 +1,14 @@
-"""The one clock: when each action of a pipeline ends, by the times of its stages and messages.
+"""The pipeline clock: when each action ends, from the seconds of each stage and message.
 
     start(F m, s) = max(rank is free, end(F m, s−1) + message)
     start(B m, s) = max(rank is free, end(F m, s), end(B m, s+1) + message)
     start(W m, s) = max(rank is free, end(B m, s))        end = start + the stage's time
 
-The rule only adds and takes maxima, so once all actions of three periods (a microbatch of 1f1b, a group of
-interleaved_1f1b) in a row end later than those of the period before by one and the same λ, on all ranks, the next ones
-do too: an action waits for others at most two periods back. Then M microbatches take (M − M')/period · λ longer than
-M'. That is exact in integers, so ``run_table`` counts picoseconds. Of a kind with W, ``run_waiting`` lets each further
-microbatch take the longest rank its F, B and W, as that rank does not wait in the middle of a step.
+A period is one microbatch of 1f1b, or one group of interleaved_1f1b. These equations only add and take maxima, and an
+action depends on actions at most two periods back. So once every action of three consecutive periods ends the same λ
+after its counterpart in the previous period, on all ranks, all later periods do too, and M microbatches take
+(M − M')/period · λ longer than M'. This is exact in integers, so ``run_table`` counts picoseconds. For a kind with W,
+``run_waiting`` charges each further microbatch F + B + W of the busiest rank, which never idles in mid-step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,15 +23,15 @@ from planner.pipeline.zero_bubble import StageCosts
 
 PICO = 1e12
 NEVER = -1
-_ALIKE = 3  # periods in a row
+_STEADY_PERIODS = 3  # consecutive periods with the same λ that prove a steady state
 KINDS_OF_ACTIONS = "FBW"
 
-# the actions of a rank in their order: kind k of microbatch m on stage s is (k·stages + s)·count + m
+# a rank's order in numbers: kind k of microbatch m on stage s is (k·stages + s)·num_microbatches + m
 Numbers = list[int]
 
 
 class ClockRun(NamedTuple):
-    """Seconds: of the full run; the begin and the end of each rank's work."""
+    """Seconds of the whole run, and when the first action of each rank starts and its last one ends."""
 
     seconds: float
     starts: tuple[float, ...]
@@ -39,25 +39,25 @@ class ClockRun(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Of the messages across each boundary between stages: of values, and of the gradients that come back."""
+    """Time of a message over each stage boundary: activations ``sent`` forward, gradients ``returned``."""
 
     sent: Sequence[Any]
     returned: Sequence[Any]
 
 
 def numbered(orders: Iterable[Order], pp: int, num_stages: int, count: int, fold: Fold) -> list[Numbers]:
-    """``orders`` of ``count`` microbatches as numbers."""
-    of_kind = {kind: at * num_stages * count for at, kind in enumerate(KINDS_OF_ACTIONS)}
+    """Return ``orders``, of ``count`` microbatches, with each action as its number."""
+    first_of = {kind: index * num_stages * count for index, kind in enumerate(KINDS_OF_ACTIONS)}
     return [
-        [of_kind[kind] + stage_of(rank, chunk, pp, fold) * count + microbatch for kind, microbatch, chunk in order]
+        [first_of[kind] + stage_of(rank, chunk, pp, fold) * count + microbatch for kind, microbatch, chunk in order]
         for rank, order in enumerate(orders)
     ]
 
 
 def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: Delays | None = None) -> list[Any]:
-    """The end of each action, by number; NEVER of those that wait for ever. ``costs``: numbers of any kind, ≥ 0.
+    """Return the end time of each action, by its number; NEVER for an action in a deadlock. ``costs`` are ≥ 0.
 
-    Ranks run as far as they can, in turn, until none can: so all is run that lock step would run.
+    Each rank in turn runs until its next action has to wait; a full round without progress ends the run.
     """
     rows, pp = list(_rows(costs, count, delays)), len(orders)
     ends: list[Any] = [NEVER] * (len(KINDS_OF_ACTIONS) * len(costs.forward) * count)
@@ -86,17 +86,17 @@ def end_times(orders: Sequence[Numbers], costs: StageCosts, count: int, delays: 
 
 
 def _rows(costs: StageCosts, count: int, delays: Delays | None) -> Iterator[tuple[int, Any, Any]]:
-    """Of each kind on each stage: from its number to that of the action that it waits for (0: none), the message of
-    that, and its own time. Of several that it waits for the last one: all others have ended by then.
+    """Yield, for each kind of action on each stage: the number of its last dependency relative to its own (0: none),
+    the time of the message from that dependency, and its own time. Earlier dependencies end before the last one.
     """
     num_stages = len(costs.forward)
     for own, (kind, times) in enumerate(zip(KINDS_OF_ACTIONS, costs, strict=True)):
         for stage, time in enumerate(times):
-            found = needs(kind, 0, stage, num_stages)
-            if not found:
+            dependencies = needs(kind, 0, stage, num_stages)
+            if not dependencies:
                 yield 0, 0, time
                 continue
-            need, _, at = found[-1]
+            need, _, at = dependencies[-1]
             message = 0
             if delays is not None and at != stage:
                 message = delays.sent[at] if kind == "F" else delays.returned[stage]
@@ -104,7 +104,7 @@ def _rows(costs: StageCosts, count: int, delays: Delays | None) -> Iterator[tupl
 
 
 def run_table(kind: str, sizes: Sizes, costs: StageCosts, delays: Delays | None = None) -> ClockRun:
-    """A kind with an order that follows from the schedule table, by seconds."""
+    """Run a schedule kind without W; its orders follow from the schedule table. ``costs``: seconds of each stage."""
     forward, backward, _ = costs
     pp, num_microbatches, vpp, group = sizes
     if pp == 1:
@@ -113,21 +113,21 @@ def run_table(kind: str, sizes: Sizes, costs: StageCosts, delays: Delays | None 
     ticks = StageCosts(_picoseconds(forward), _picoseconds(backward), ())
     later = None if delays is None else Delays(*map(_picoseconds, delays))
     period = group if vpp > 1 else 1
-    few = num_microbatches
+    count = num_microbatches
     if KINDS[kind].repeats:
         least = 2 * pp + 6 * period
-        few = min(num_microbatches, least + (num_microbatches - least) % period)
+        count = min(num_microbatches, least + (num_microbatches - least) % period)
     while True:
-        tried = sizes._replace(num_microbatches=few)
-        orders = _of_table(kind, tried)
-        ends = end_times(orders, ticks, few, later)
+        shortened = sizes._replace(num_microbatches=count)
+        orders = _of_table(kind, shortened)
+        ends = end_times(orders, ticks, count, later)
         more = 0
-        if few < num_microbatches:
-            grown = _growth(orders, ends, kind, tried, period)
-            if grown is None:
-                few = min(num_microbatches, 2 * few + (num_microbatches - 2 * few) % period)
+        if count < num_microbatches:
+            growth = _growth(orders, ends, kind, shortened, period)
+            if growth is None:
+                count = min(num_microbatches, 2 * count + (num_microbatches - 2 * count) % period)
                 continue
-            more = (num_microbatches - few) // period * grown
+            more = (num_microbatches - count) // period * growth
         done = [ends[order[-1]] + more for order in orders]
         starts = [ends[order[0]] - ticks.forward[rank] for rank, order in enumerate(orders)]
         return ClockRun(max(done) / PICO, tuple(s / PICO for s in starts), tuple(e / PICO for e in done))
@@ -136,8 +136,8 @@ def run_table(kind: str, sizes: Sizes, costs: StageCosts, delays: Delays | None 
 def run_waiting(
     kind: str, sizes: Sizes, placed_by: StageCosts, costs: StageCosts, delays: Delays | None = None
 ) -> ClockRun:
-    """A kind with W. ``placed_by``: seconds of each stage that decide the places of W, as in a plan; ``costs``: those
-    of the run."""
+    """Run a schedule kind with W. The planned seconds ``placed_by`` of each stage decide where W go; the run itself
+    takes ``costs``."""
     few = sizes._replace(num_microbatches=min(sizes.num_microbatches, 4 * sizes.pp))
     schedule = _placed(kind, few, StageCosts(*map(tuple, placed_by)))
     return run_orders(schedule.orders, schedule.fold, sizes.num_microbatches, costs, delays, few.num_microbatches)
@@ -151,7 +151,7 @@ def run_orders(
     delays: Delays | None = None,
     few: int | None = None,
 ) -> ClockRun:
-    """Orders of ``few`` microbatches, all if not given; each further one takes the work of the busiest rank."""
+    """Run orders of ``few`` (default: all) microbatches, and add the busiest rank's work for each further one."""
     pp, num_stages, few = len(of_ranks), len(costs.forward), few or num_microbatches
     orders = numbered(of_ranks, pp, num_stages, few, fold)
     ends = end_times(orders, costs, few, delays)
@@ -164,7 +164,7 @@ def run_orders(
 
 @lru_cache(maxsize=64)
 def _placed(kind: str, sizes: Sizes, costs: StageCosts) -> Schedule:
-    """Run twice, with messages and without: made once."""
+    """Build the schedule; cached, because each candidate is timed both with messages and without."""
     return build_schedule(kind, *sizes, costs=costs)
 
 
@@ -173,30 +173,30 @@ def _picoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def _of_table(kind: str, sizes: Sizes) -> list[Numbers]:
-    """``numbered`` of the schedule, without its actions: a search runs many."""
+    """Return ``numbered`` of the schedule; builds no actions, because a search times many schedules."""
     pp, count, vpp, _ = sizes
-    table, half, found = schedule_table(sizes), pp * vpp * count, []
+    table, half, orders = schedule_table(sizes), pp * vpp * count, []
     for rank in range(pp):
         forwards = [(c * pp + rank) * count + m for m, c in table]
         backwards = [half + ((vpp - 1 - c) * pp + rank) * count + m for m, c in table]
-        found.append(in_turn(forwards, backwards, num_warmup(kind, sizes, rank)))
-    return found
+        orders.append(in_turn(forwards, backwards, num_warmup(kind, sizes, rank)))
+    return orders
 
 
 def _growth(orders: list[Numbers], ends: list[int], kind: str, sizes: Sizes, period: int) -> int | None:
-    """By how much each period ends later than the one before, if the last steady ones all agree; else None."""
-    size = 2 * period * sizes.vpp  # actions of a period
+    """Return λ, the time from one steady period to the next; None until ``_STEADY_PERIODS`` agree on all ranks."""
+    size = 2 * period * sizes.vpp  # actions of a rank in a period
     growth: int | None = None
     for rank, order in enumerate(orders):
         warmup = num_warmup(kind, sizes, rank)
         steady = len(order) - 2 * warmup
-        if steady < (_ALIKE + 1) * size:
+        if steady < (_STEADY_PERIODS + 1) * size:
             return None
         end = warmup + steady // size * size
-        for place in range(end - _ALIKE * size, end):
-            grown = ends[order[place]] - ends[order[place - size]]
+        for place in range(end - _STEADY_PERIODS * size, end):
+            delay = ends[order[place]] - ends[order[place - size]]
             if growth is None:
-                growth = grown
-            elif grown != growth:
+                growth = delay
+            elif delay != growth:
                 return None
     return growth

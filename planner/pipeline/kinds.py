@@ -1,11 +1,11 @@
-"""The kinds of schedules by name, and the sizes that each takes.
+"""The schedule kinds by name, and the sizes that each one accepts.
 
 gpipe              all forwards, then all backwards
 1f1b               pp - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, then the rest
-interleaved_1f1b   the same over vpp chunks a rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
-zero_bubble        forwards and backwards as 1f1b; the gradients of weights where a rank would wait, by the costs
-                   of each stage (planner.pipeline.zero_bubble)
-zero_bubble_v      two chunks a rank, folded into a v; all actions in the order in which work comes
+interleaved_1f1b   the same over vpp chunks per rank, with (pp - r - 1)·2 + (vpp - 1)·G warm-up forwards
+zero_bubble        forwards and backwards as in 1f1b; weight gradients fill the waits of a rank, by the costs of each
+                   stage (planner.pipeline.zero_bubble)
+zero_bubble_v      two chunks per rank, folded into a v; a rank runs work as it becomes ready
                    (planner.pipeline.zero_bubble)
 """
 
@@ -18,11 +18,11 @@ from planner.fold import LOOP, Fold, V
 from planner.pipeline.actions import Order
 from planner.pipeline.zero_bubble import StageCosts, folded_orders
 
-MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over them many times
+MOST_ACTIONS = 1 << 18  # of all pp ranks in a step: planning walks over all actions many times
 
 
 class Sizes(NamedTuple):
-    """By which a kind orders the actions of each rank. ``group_size``: the G of the schedule table."""
+    """The sizes that determine each rank's order in a schedule kind. ``group_size``: the G of the schedule table."""
 
     pp: int
     num_microbatches: int
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
         return self.num_microbatches * self.vpp
 
     def check_few(self, kind: str, num_actions: int) -> None:
-        """``num_actions``: of all ranks. Raises PlanError if they are too many."""
+        """Raise PlanError if ``num_actions``, of all ranks together, exceeds MOST_ACTIONS."""
         if num_actions > MOST_ACTIONS:
             raise PlanError(
                 f"{kind}: pp {self.pp} · vpp {self.vpp} · {self.num_microbatches} microbatches make more than "
@@ -46,15 +46,15 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The definition of a kind of schedule; the rest follows from the table, or from ``orders``.
+    """The definition of a schedule kind; everything else follows from the schedule table, or from ``orders``.
 
-    ``num_warmup(ranks behind, sizes)`` forwards precede a rank's first backward, if there are so many; ``check``
-    raises PlanError for sizes that do not fit; ``runs_chunks``: several stages on a rank, laid there as ``fold`` says;
-    ``waits``: gradients of weights are actions of their own. ``orders(pp, microbatches, costs)``: of a kind without a
-    table, in which the order of each rank depends on the others. ``vpp``: the only one that it runs, if it runs chunks.
-    ``repeats``: after its warm-up the ranks do the same for each group of microbatches. A search tries the kinds that
-    are a default, and others with pp to ``searched_up_to``: what waits is placed by simulating all ranks, in a time
-    that grows with pp².
+    ``num_warmup(number of later ranks, sizes)``: forwards before a rank's first backward, at most all. ``check``
+    raises PlanError for sizes that the kind cannot run. ``runs_chunks``: a rank has several stages, mapped by
+    ``fold``; ``vpp``: the only number of them that it supports. ``waits``: weight gradients are separate actions (W).
+    ``orders(pp, microbatches, costs)`` builds the orders of a kind without a table, in which ranks depend on each
+    other. ``repeats``: after the warm-up, ranks repeat one pattern for each group of microbatches. A search tries the
+    default kinds, and others for pp up to ``searched_up_to``: placing W simulates all ranks, in time that grows with
+    pp².
     """
 
     num_warmup: Callable[[int, Sizes], int]
@@ -67,7 +67,7 @@ class Kind:
     repeats: bool = True
     is_default: bool = False
     searched_up_to: int = 0
-    not_searched: str = ""  # why
+    not_searched: str = ""  # the reason why a search does not try it
 
 
 def _check_interleaved(sizes: Sizes) -> None:
@@ -114,7 +114,7 @@ def _check_zero_bubble_v(sizes: Sizes) -> None:
 
 
 def _check_groups(sizes: Sizes) -> None:
-    """A rank begins its next chunk when the group has passed all ranks: so no group may be smaller than pp."""
+    """Raise PlanError for a group below pp: a rank starts its next chunk after a group has passed all ranks."""
     pp, num_microbatches, _, group_size = sizes
     if group_size < pp:
         raise PlanError(
@@ -162,12 +162,12 @@ KINDS = {
 
 
 def default_kind(vpp: int) -> str:
-    """The kind for ``vpp`` chunks on a rank if none is asked for."""
+    """Return the schedule kind for ``vpp`` chunks per rank when the spec names none."""
     return next(name for name, kind in KINDS.items() if kind.is_default and kind.runs_chunks == (vpp > 1))
 
 
 def searched_kinds(pp: int, vpp: int, *, may_wait: bool) -> tuple[str, ...]:
-    """The kinds that a search tries. ``may_wait``: gradients of weights may be actions of their own."""
+    """Return the kinds that a search tries. ``may_wait``: kinds with W are allowed."""
 
     def is_tried(kind: Kind) -> bool:
         runs = kind.runs_chunks == (vpp > 1) and kind.vpp in (None, vpp)
@@ -177,7 +177,7 @@ def searched_kinds(pp: int, vpp: int, *, may_wait: bool) -> tuple[str, ...]:
 
 
 def searched_words() -> tuple[str, str]:
-    """Which kinds a search tries, and why not others; and those that it tries up to some pp."""
+    """Return two texts: the kinds that a search tries with why others are skipped; the kinds tried up to some pp."""
     others = ", ".join(f"{name} {kind.not_searched}" for name, kind in KINDS.items() if kind.not_searched)
     bounded = [f"{name} to pp {kind.searched_up_to}" for name, kind in KINDS.items() if kind.searched_up_to]
     up_to = ", ".join(bounded).replace(" to", " up to", 1)

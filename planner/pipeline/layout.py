@@ -1,4 +1,4 @@
-"""A pipeline layout as text: which stage holds which layers, with the embedding and the loss among them.
+"""The text form of a pipeline layout: the layers of each stage, with the embedding and the loss among them.
 
     Et*3|t*4|tL        three stages: the embedding and three blocks, four blocks, a block and the loss
     Et|(tt|)*6,tL      eight stages: (…)*n repeats its content n times, commas are ignored
@@ -8,15 +8,15 @@
 E is the embedding (the ops before the blocks), t a block, L the ops from the last block to the loss, and m a
 layer of multi-token prediction. A bar ends a stage; nothing between two bars is an empty stage.
 
-Every notation of the spec becomes one:
+Every notation of the spec is converted to a layout:
 
-    [6, 6]                      blocks of each stage, in the order of the model
-    [[3, 3], [2, 4]]            of each pp rank the blocks of each of its chunks
-    {first: 4, last: 5}         evenly, but so many on the first and on the last rank
-    {embedding: true}           evenly, with the embedding (or the loss) as a block
+    [6, 6]                      blocks of each stage, in model order
+    [[3, 3], [2, 4]]            one list per pp rank: the blocks of each of its chunks
+    {first: 4, last: 5}         4 blocks on the first rank, 5 on the last one, the others evenly
+    {embedding: true}           evenly, with the embedding (or the loss) counted as a block
 
-Evenly means without a rest: blocks (with embedding and loss, if they count) divide by the ranks left, and those of
-a rank by its chunks. `auto`, the default, asks for none of this and balances costs.
+Evenly means without a remainder: the blocks (with embedding and loss, if they count) must divide by the remaining
+ranks, and the blocks of a rank by its chunks. `auto`, the default, balances the costs of stages instead.
 """
 
 import re
@@ -31,14 +31,14 @@ from planner.fold import LOOP, Fold, rank_of
 KEY = "pipeline.split"
 WORDS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # the same letters, written out
 LETTERS = "".join(WORDS.values())
-PATTERN = rf"^[{LETTERS}|()*,0-9]+$"  # of every layout, and of more; for an editor
+PATTERN = rf"^[{LETTERS}|()*,0-9]+$"  # matches every layout, and more; for editors
 _HELP = "write E (embedding), t (a block) and L (loss), `|` between stages, `*n` after a repeated part: Et*3|t*4|tL"
-_MOST_DEPTH = 100  # brackets in brackets
-_MOST = 100_000  # layers and bars: beyond it is a slip in a number, not a model
+_MOST_DEPTH = 100  # of nested brackets
+_MOST = 100_000  # layers and bars: a larger layout is a typo in a number
 
 
 class Mark(NamedTuple):
-    """A letter or a bar of a layout, and the character of the text that it comes from."""
+    """A letter or a bar of a layout, and the index of its character in the text."""
 
     letter: str
     at: int
@@ -46,7 +46,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layers of each stage, in order, and the bar at which each stage ends (the last one at the text's end)."""
+    """The layers of each stage, and the character index at which each stage ends: its bar, or the end of the text."""
 
     text: str
     stages: tuple[tuple[Mark, ...], ...]
@@ -58,15 +58,15 @@ class Layout:
 
     @property
     def blocks(self) -> list[range]:
-        """The blocks of each stage, counted over the whole model."""
+        """Block indices of each stage, counted over the whole model."""
         return [range(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
 
     def stage_of(self, letter: str) -> int:
-        """The stage of the first layer with this letter."""
+        """Return the stage of the first layer with this letter."""
         return next(s for s, stage in enumerate(self.stages) for mark in stage if mark.letter == letter)
 
     def check_num_blocks(self, num_blocks: int) -> None:
-        """Raises PlanError if the layout's t are more or fewer than the model's blocks."""
+        """Raise PlanError unless the layout has ``num_blocks`` t."""
         marks = [mark for stage in self.stages for mark in stage]
         blocks = [mark for mark in marks if mark.letter == "t"]
         if len(blocks) != num_blocks:
@@ -77,7 +77,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """The stages of ``text``, whatever the order of its layers. Raises PlanError at the first wrong character."""
+    """Parse ``text`` without checking the order of its layers. Raises PlanError at the first invalid character."""
     marks = _Reader(text).all()
     stages: list[list[Mark]] = [[]]
     ends: list[int] = []
@@ -91,7 +91,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def read_layout(text: str) -> Layout:
-    """A layout that can be trained: one E before all, one L after all, blocks between them. Raises PlanError."""
+    """Parse ``text`` and require one E before all blocks and one L after them. Raises PlanError."""
     layout = parse_layout(text)
     marks = [mark for stage in layout.stages for mark in stage]
     for mark in marks:
@@ -99,11 +99,11 @@ def read_layout(text: str) -> Layout:
             what = f"{KEY}: multi-token prediction (m) is not supported: models have only a loss (L)"
             raise complaint(text, mark.at, what, "remove m; terms that a model adds to its loss belong to L")
     for letter, word, place in (("E", "embedding", 0), ("L", "loss", -1)):
-        found = [mark for mark in marks if mark.letter == letter]
+        places = [mark for mark in marks if mark.letter == letter]
         order = "first" if place == 0 else "last"
-        if len(found) > 1:
-            raise complaint(text, found[1].at, f"{KEY}: a second {word} ({letter})", f"write one {letter}")
-        if not found or marks[place] is not found[0]:
+        if len(places) > 1:
+            raise complaint(text, places[1].at, f"{KEY}: a second {word} ({letter})", f"write one {letter}")
+        if not places or marks[place] is not places[0]:
             at = marks[place].at if marks else 0
             what = f"{KEY}: the {order} layer must be the {word} ({letter})"
             raise complaint(text, at, what, f"write {letter} {'before' if place == 0 else 'after'} all other layers")
@@ -115,18 +115,18 @@ def read_layout(text: str) -> Layout:
 
 
 def layout_of_sizes(sizes: Sequence[int]) -> Layout:
-    """So many blocks a stage, the embedding on the first and the loss on the last."""
+    """Return the layout with these blocks per stage, the embedding on the first stage and the loss on the last."""
     blocks = "|".join(f"t*{size}" if size > 1 else "t" * size for size in sizes)
     return parse_layout(f"E{blocks}L")
 
 
 def spelled(stages: Sequence[Sequence[str]]) -> str:
-    """The text of stages with layers that are written out: ``[[embedding, decoder], [loss]]`` is ``Et|L``."""
+    """Return the text of a layout in words: ``Et|L`` for ``[[embedding, decoder], [loss]]``."""
     return "|".join("".join(WORDS[word] for word in stage) for stage in stages)
 
 
 def complaint(text: str, at: int, what: str, fix: str = _HELP) -> PlanError:
-    """A PlanError that shows ``text`` and points at its character ``at`` (of a long text: the part around it)."""
+    """Return a PlanError that shows ``text``, or the part around ``at`` if it is long, with a caret under ``at``."""
     first = max(0, at - 60)
     shown = f"{'…' * (first > 0)}{text[first : first + 110]}{'…' * (len(text) > first + 110)}"
     pointer = " " * (at - first + (first > 0)) + "^"
@@ -134,7 +134,7 @@ def complaint(text: str, at: int, what: str, fix: str = _HELP) -> PlanError:
 
 
 class _Reader:
-    """Reads a layout from left to right. Owns: the place of the next character."""
+    """A parser that reads a layout from left to right. ``at``: index of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -149,7 +149,7 @@ class _Reader:
         return marks
 
     def parts(self, opened: int | None = None) -> list[Mark]:
-        """Up to the bracket that closes the one at ``opened``, or to the end."""
+        """Parse up to the bracket that closes the one at ``opened``, or to the end of the text."""
         marks: list[Mark] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
             marks += self.part()
@@ -184,13 +184,13 @@ class _Reader:
     def repeated(self, marks: list[Mark]) -> list[Mark]:
         if self.text[self.at : self.at + 1] != "*":
             return marks
-        found = re.compile("[0-9]+").match(self.text, self.at + 1)
-        if not found or not int(found[0][:9]):
+        digits = re.compile("[0-9]+").match(self.text, self.at + 1)
+        if not digits or not int(digits[0][:9]):
             raise self.error("a number of repetitions must follow `*`", "write a number of 1 or more: t*3")
-        times = int(found[0][:9])
+        times = int(digits[0][:9])
         if times * len(marks) > _MOST:
-            raise self.error(f"more than {_MOST} layers and bars", "write a smaller number", found.start())
-        self.at = found.end()
+            raise self.error(f"more than {_MOST} layers and bars", "write a smaller number", digits.start())
+        self.at = digits.end()
         return marks * times
 
     def error(self, what: str, fix: str, at: int | None = None) -> PlanError:
@@ -201,7 +201,7 @@ AUTO = "auto"
 
 
 def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
-    """The errors of a ``split`` with too many or too few stages: known before the model is."""
+    """Yield an error if ``split`` has too many or too few stages. This check does not need the model."""
     stages = f"mesh.pp · mesh.vpp = {pp} · {vpp} = {pp * vpp}"
     if isinstance(split, str) and split != AUTO:
         layout = read_layout(split)
@@ -219,7 +219,7 @@ def stage_problems(split: Any, pp: int, vpp: int) -> Iterator[PlanError]:
 
 
 def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP) -> Layout:
-    """The layout that ``split`` (not auto) says for a model. Raises PlanError if it does not fit."""
+    """Return the layout of ``split`` (not auto) for a model. Raises PlanError if it does not fit the model."""
     for problem in stage_problems(split, pp, vpp) if isinstance(split, str) or _is_rows(split) else ():
         raise problem
     if isinstance(split, str):
@@ -234,21 +234,21 @@ def layout_of(split: Any, pp: int, vpp: int, num_blocks: int, fold: Fold = LOOP)
 
 
 def may_be_alone(split: Any) -> bool:
-    """Whether the embedding, or the loss, may have a stage without blocks."""
+    """Whether ``split`` allows a stage with only the embedding or only the loss."""
     if isinstance(split, str):
         return split == AUTO or not all(read_layout(split).sizes)
     return not isinstance(split, Sequence) and (split.embedding or split.loss)
 
 
 def by_stage(sizes_of_ranks: Sequence[Sequence[int]], fold: Fold = LOOP) -> list[int]:
-    """Sizes of each chunk of each rank, as sizes of each stage."""
+    """Return the number of blocks of each stage, from those of each chunk of each rank."""
     pp, num_stages = len(sizes_of_ranks), sum(map(len, sizes_of_ranks))
     return [sizes_of_ranks[rank_of(s, pp, fold)][s // pp] for s in range(num_stages)]
 
 
 def even_split(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Any) -> list[list[int]]:
-    """Of each pp rank, the blocks of each of its chunks. ``ends``: the spec's EvenSplit, the blocks of the first and
-    the last rank, or what counts as a block. Raises PlanError if something would be left over.
+    """Return, for each pp rank, the number of blocks of each of its chunks. ``ends``: the spec's EvenSplit. Raises
+    PlanError if a division leaves a remainder.
     """
     fixed = [n for n in (ends.first, ends.last) if n is not None]
     if ends.embedding or ends.loss:
@@ -269,7 +269,7 @@ def even_split(num_blocks: int, pp: int, vpp: int, fold: Fold, ends: Any) -> lis
 
 
 def _with_ends(num_blocks: int, pp: int, vpp: int, fold: Fold, embedding: bool, loss: bool) -> list[list[int]]:
-    """Evenly, with the embedding on the first stage and the loss on the last, each instead of a block."""
+    """Split evenly with the embedding on the first stage and the loss on the last, each in place of one block."""
     total = num_blocks + embedding + loss
     if total % pp:
         counted = " + ".join([f"{num_blocks} blocks", *["embedding"] * embedding, *["loss"] * loss])
@@ -289,15 +289,15 @@ def _in_chunks(size: int, rank: int, vpp: int) -> list[int]:
 
 
 def _check_sizes(split: Sequence[Any], sizes: list[int], num_stages: int, num_blocks: int) -> None:
-    given = f"{KEY} {_plain(split)}"
+    entry = f"{KEY} {_plain(split)}"
     fix = f"give {num_stages} positive numbers of blocks that add up to {num_blocks}, or `auto`"
     if len(sizes) != num_stages:
-        raise PlanError(f"{given} has {len(sizes)} entries for {num_stages} stages", where=KEY, fix=fix)
+        raise PlanError(f"{entry} has {len(sizes)} entries for {num_stages} stages", where=KEY, fix=fix)
     if any(not isinstance(n, int) or n < 1 for n in sizes):
         fix = f"{fix}, or a layout that gives the embedding or the loss a stage of its own: E|t*{num_blocks}L"
-        raise PlanError(f"{given} leaves a stage without blocks", where=KEY, fix=fix)
+        raise PlanError(f"{entry} leaves a stage without blocks", where=KEY, fix=fix)
     if sum(sizes) != num_blocks:
-        raise PlanError(f"{given} adds up to {sum(sizes)}, but the model has {num_blocks} blocks", where=KEY, fix=fix)
+        raise PlanError(f"{entry} adds up to {sum(sizes)}, but the model has {num_blocks} blocks", where=KEY, fix=fix)
 
 
 def _is_rows(split: Any) -> bool:

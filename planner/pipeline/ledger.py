@@ -1,13 +1,13 @@
-"""The one walk in bytes: what a rank holds along its order, at its peak.
+"""The peak memory of a rank: one walk along its order adds and frees bytes.
 
-    F   held + what the forward takes         afterwards: + what is kept of its microbatch
-    B   held + what the backward takes beyond what is kept        afterwards: − what was kept of that microbatch
-                                                                              + what it puts aside, where a W follows
-    W   held                                  afterwards: − what was put aside
+          during the action                        after the action
+    F     saved + peak of the forward              + saved tensors of the microbatch
+    B     saved + backward beyond saved tensors    − saved tensors of the microbatch, + tensors that its W reads
+    W     saved                                    − tensors that the W reads
 
-and beside it the messages under way: received ahead for the next action, and sent but not known to be taken over. A
-send counts until a message comes from the rank that took it, sent by an action at or after the one that used it, as
-gloo frees it; NCCL may do so sooner.
+Message buffers come on top: those received ahead for the next action, and those sent but not known to be consumed. A
+send counts until a message arrives from its receiver that was sent at or after the action that consumed it, as with
+gloo; NCCL may free the buffer sooner.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from planner.pipeline.links import Message, RankMessages, received_by, sent_by
 
 
 class StageBytes(NamedTuple):
-    """Of one microbatch on a stage: ``kept`` between forward and backward, ``logits`` its part after the last block;
-    at the peak of a ``forward`` and of a ``backward``, kept bytes included; ``aside``: left by a B for its W.
-    ``received``: kept bytes that came from the stage before; ``returned``: gradients that come back over its end;
-    ``sent``: values for the next stage that are not saved here; ``passed_on``: those that are.
+    """Bytes of one microbatch on a stage. ``kept``: saved between forward and backward; ``logits``: the part of them
+    after the last block; ``forward``, ``backward``: peak of that action, kept bytes included; ``aside``: kept by B
+    for W. ``received``: kept bytes that the previous stage sent; ``returned``: gradients from the next stage;
+    ``sent``: values for the next stage that this stage does not save; ``passed_on``: those that it saves too.
     """
 
     kept: float
@@ -38,14 +38,14 @@ class StageBytes(NamedTuple):
     passed_on: float = 0
 
     def without(self, given: float) -> StageBytes:
-        """The same without bytes that it receives and that are counted elsewhere."""
+        """Return a copy without ``given`` received bytes, which are counted elsewhere."""
         kept, forward, backward = (total - given for total in (self.kept, self.forward, self.backward))
         return self._replace(kept=kept, forward=forward, backward=backward, received=self.received - given)
 
 
 class Peak(NamedTuple):
-    """Bytes at ``action``: ``kept`` by autograd, and aside for W; ``logits``: its part after the last block;
-    ``working`` beside it; ``messages`` under way."""
+    """Bytes at the peak, which is at ``action``. ``kept``: saved by autograd or for W; ``logits``: the part of them
+    after the last block; ``working``: other memory of the action; ``messages``: message buffers."""
 
     action: Action | None = None
     kept: float = 0
@@ -59,22 +59,22 @@ class Peak(NamedTuple):
 
 
 def peak(order: Order, chunks: Sequence[StageBytes], messages: Iterable[float] = repeat(0)) -> Peak:
-    """The first of equal peaks. ``messages``: bytes under way at each action."""
-    found, most, held, logits = Peak(), 0.0, 0, 0
-    for action, under_way in zip(order, messages, strict=False):
+    """Return the peak of an order; the first one of equals. ``messages``: bytes of message buffers at each action."""
+    highest, most, saved, logits = Peak(), 0.0, 0, 0
+    for action, buffers in zip(order, messages, strict=False):
         of = chunks[action.chunk]
-        before, kept, working, after = logits, held, 0, held - of.aside
+        before, kept, working, after = logits, saved, 0, saved - of.aside
         if action.kind == "F":  # its saved bytes count from its first call on
-            kept = after = held + of.kept
+            kept = after = saved + of.kept
             before = logits = logits + of.logits
             working = of.forward - of.kept
         elif action.kind == "B":
-            working, after = of.backward - of.kept, held - of.kept + of.aside
+            working, after = of.backward - of.kept, saved - of.kept + of.aside
             logits = logits - of.logits
-        if kept + working + under_way > most:
-            found, most = Peak(action, kept, before, working, under_way), kept + working + under_way
-        held = after
-    return found
+        if kept + working + buffers > most:
+            highest, most = Peak(action, kept, before, working, buffers), kept + working + buffers
+        saved = after
+    return highest
 
 
 def under_way(
@@ -85,10 +85,10 @@ def under_way(
     handed: Callable[[Message], int] = lambda message: 0,
     waits: bool = False,
 ) -> Iterator[int]:
-    """Bytes of messages at each action of a rank.
+    """Yield the bytes of a rank's message buffers at each of its actions.
 
-    ``ahead``, ``sent``: bytes of a message that is received ahead, and that is under way from here. ``handed``: of one
-    between two stages of this rank. ``waits``: an earlier send has ended before the next one begins.
+    ``ahead``, ``sent``, ``handed``: bytes of a message that is received ahead, that is being sent, or that stays on
+    this rank between two of its stages. ``waits``: a send ends before the next one begins.
     """
     here = dict[Message | None, int]()
     for action, following in zip_longest(own.order, own.order[1:]):

@@ -1,19 +1,19 @@
-"""The messages between the ranks of a pipeline, in order: one truth for plan, process groups and transport.
+"""The messages between pipeline ranks, in order: the plan, the process groups and the transport all read them here.
 
     F   stage s sends its values to stage s + 1
     B   stage s + 1 sends the gradients of those values to stage s
     W   sends and receives nothing
 
-A message holds the values that cross one boundary for one microbatch in one direction. A link carries the messages of
-one sender, one receiver and one direction, and has no tags: its k-th send matches the k-th receive that the other side
-has posted (NCCL). A rank sends in the order of its actions, and posts its receives in that order too, those of the next
-action ahead of the action that it runs. So a schedule runs on links if, on every link,
+A message holds the values that cross one stage boundary for one microbatch in one direction. A link carries all
+messages of one direction between two ranks. It has no tags: its k-th send matches the k-th receive that the receiver
+posts (NCCL). A rank sends in the order of its actions, and posts receives in that order, one action ahead. So a
+schedule cannot deadlock if it completes in lock step (``simulate``), and if on every link
 
-    the sender's actions that send there, in their order    =    the receiver's actions that receive from there
+    the sender's actions that send over it, in order    =    the receiver's actions that receive from it, in order
 
-and if it ends in lock step (``simulate``). Then nothing waits for ever, though a send is through only when its receive
-is posted: take the first action that lock step runs and the ranks do not. Its messages were sent by earlier actions,
-behind nothing but messages that earlier actions of this rank receive; so they arrive.
+even though a send completes only when its receive is posted. Proof: consider the first action that runs in lock step
+but not on the ranks. Earlier actions sent its messages, and all messages before them on their links are received by
+earlier actions of this rank; so they arrive.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,7 +36,7 @@ class Link(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Values ("F") or gradients ("B") of the boundary below stage ``boundary``, for one microbatch."""
+    """Values ("F") or gradients ("B") of one microbatch between stages ``boundary`` and ``boundary`` + 1."""
 
     kind: str
     boundary: int
@@ -51,17 +51,17 @@ class Message(NamedTuple):
         return self.boundary + 1 if self.kind == "F" else self.boundary
 
     def link(self, pp: int, fold: Fold) -> Link | None:
-        """The link that carries it; None if both stages are on one rank."""
+        """Return the link that carries the message; None if both stages are on one rank."""
         sender, receiver = rank_of(self.sender, pp, fold), rank_of(self.receiver, pp, fold)
         return None if sender == receiver else Link(sender, receiver, self.kind)
 
     def crosses(self, num_stages: int, pp: int, fold: Fold) -> bool:
-        """Whether a pipeline of ``num_stages`` has its boundary, and between two ranks."""
+        """Whether its boundary exists among ``num_stages`` stages and lies between two ranks."""
         return 0 <= self.boundary < num_stages - 1 and self.link(pp, fold) is not None
 
 
 class Progress:
-    """Owns: the place of each action in the order of its rank, by (kind, microbatch, stage)."""
+    """The position of each action in the order of its rank, by (kind, microbatch, stage)."""
 
     def __init__(self, orders: Sequence[Order], fold: Fold) -> None:
         self.pp = len(orders)
@@ -73,7 +73,7 @@ class Progress:
         }
 
     def taken_over(self, sending: Iterable[Message], received: Message) -> list[Message]:
-        """The messages of ``sending`` that the sender of ``received`` had used when it sent that."""
+        """Return the messages of ``sending`` that the sender of ``received`` had consumed before it sent that one."""
         reached = self.positions.get((received.kind, received.microbatch, received.sender))
         if reached is None:
             return []
@@ -83,9 +83,9 @@ class Progress:
 
 
 class RankMessages:
-    """Of one rank, along its ``order``. Owns: the messages that it is ``sending``, those not known to be taken over.
+    """The messages of one rank along its ``order``. ``sending``: those sent and not known to be consumed.
 
-    ``one_way``: boundaries that no gradient crosses.
+    ``one_way``: stage boundaries that no gradient crosses.
     """
 
     def __init__(
@@ -103,29 +103,27 @@ class RankMessages:
         return Progress(self.orders, self.fold)
 
     def message(self, action: Action | None, by: Callable[[str, int, int], Message]) -> Message | None:
-        """``by`` sent_by, or received_by; None for a W, and beyond the first and the last stage."""
+        """Return the message that ``by`` (sent_by or received_by) gives for an action; None if there is none."""
         if action is None or action.kind == "W":
             return None
-        found = by(action.kind, self.stages[action.chunk], action.microbatch)
-        is_sent = 0 <= found.boundary < self.num_stages - 1 and (
-            found.kind == "F" or found.boundary not in self.one_way
-        )
-        return found if is_sent else None
+        message = by(action.kind, self.stages[action.chunk], action.microbatch)
+        has_boundary = 0 <= message.boundary < self.num_stages - 1
+        return message if has_boundary and (message.kind == "F" or message.boundary not in self.one_way) else None
 
     def crossing(self, action: Action | None, by: Callable[[str, int, int], Message]) -> Message | None:
-        """The same; None too for a message that stays on this rank."""
-        found = self.message(action, by)
-        return None if found is None or found.link(self.pp, self.fold) is None else found
+        """Return the same message if it travels between two ranks, else None."""
+        message = self.message(action, by)
+        return None if message is None or message.link(self.pp, self.fold) is None else message
 
     def taken_before(self, action: Action) -> list[Message]:
-        """The messages that their receiver had used when it sent that of ``action``: they are sent no longer."""
+        """Remove from ``sending``, and return, the messages known to be consumed once ``action`` has its own."""
         received = self.crossing(action, received_by)
         taken = [] if received is None else self.progress.taken_over(self.sending, received)
         self.sending = [message for message in self.sending if message not in taken]
         return taken
 
     def send(self, action: Action) -> Message | None:
-        """The message that goes to another rank; None if none does."""
+        """Record and return the message that ``action`` sends to another rank; None if it sends none."""
         message = self.crossing(action, sent_by)
         self.sending += [] if message is None else [message]
         return message
@@ -135,23 +133,23 @@ Carried = dict[Link, list[tuple[Message, Action]]]
 
 
 def sent_by(kind: str, stage: int, microbatch: int) -> Message:
-    """The message that the forward or backward of ``stage`` sends."""
+    """Return the message that the forward or backward of ``stage`` sends."""
     return Message(kind, stage if kind == "F" else stage - 1, microbatch)
 
 
 def received_by(kind: str, stage: int, microbatch: int) -> Message:
-    """The message that the forward or backward of ``stage`` needs from its neighbour."""
+    """Return the message that the forward or backward of ``stage`` receives."""
     return Message(kind, stage - 1 if kind == "F" else stage, microbatch)
 
 
 def links(pp: int, vpp: int, fold: Fold = LOOP) -> tuple[Link, ...]:
-    """Every link of a pipeline, in the one order in which all ranks make and first use them."""
+    """Return all links of a pipeline, in the order in which every rank creates and first uses them."""
     crossing = (Message(kind, boundary, 0).link(pp, fold) for boundary in range(pp * vpp - 1) for kind in "FB")
     return tuple(dict.fromkeys(link for link in crossing if link is not None))
 
 
 def check_links(schedule: Schedule) -> None:
-    """Raises PlanError, with both orders around the first difference, if a link's two ends differ."""
+    """Raise PlanError, with both orders around the first difference, if the two ends of a link differ in order."""
     of_ranks = [RankMessages(schedule.orders, r, schedule.num_stages, schedule.fold) for r in range(schedule.pp)]
     sent, received = ([carried(own, by) for own in of_ranks] for by in (sent_by, received_by))
     for link in links(schedule.pp, schedule.vpp, schedule.fold):
@@ -163,15 +161,15 @@ def check_links(schedule: Schedule) -> None:
 
 
 def carried(own: RankMessages, by: Callable[[str, int, int], Message]) -> Carried:
-    """``by`` sent_by, or received_by: the messages that a rank sends on each link, or receives, with the actions that
-    send or need them, in their order.
+    """Return, for each link, the messages that a rank sends (``by`` sent_by) or receives (received_by), each with the
+    action that sends or needs it, in order.
     """
-    found: Carried = {}
+    by_link: Carried = {}
     for action in own.order:
         message = own.crossing(action, by)
         if message is not None and (link := message.link(own.pp, own.fold)) is not None:
-            found.setdefault(link, []).append((message, action))
-    return found
+            by_link.setdefault(link, []).append((message, action))
+    return by_link
 
 
 def _differ(schedule: Schedule, link: Link, first: int, out: Sequence[Action], into: Sequence[Action]) -> OrderError:

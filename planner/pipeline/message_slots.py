@@ -1,20 +1,20 @@
-"""The static buffer of each message of a rank, if a full iteration is one graph; buffers and graphs of its forwards.
+"""Static memory for CUDA graphs: message buffers when a whole step is one graph, and slots of captured layers.
 
-A graph keeps all memory that another stream touches in its capture, so every NCCL buffer allocated there. Buffers
-allocated earlier serve many messages in turn, each for the messages of one boundary in one direction:
+A CUDA graph keeps all memory that another stream touches during its capture, so every NCCL buffer allocated there.
+Buffers allocated before the capture are reused instead, in a ring for each stage boundary and direction. In use:
 
-    received    from the action before the one that needs it, which posts it, to the last action of its microbatch on
-                the stages that may hold it: the receiver, and those of this rank that it hands values on to
-    sent        from its action until a message comes from the rank that took it, sent by an action at or after the
-                one that used it: then its end can be awaited without delay; no message follows values without gradients
+    received    from the action before the one that needs it, which posts the receive, to the last action of its
+                microbatch on the stages that may hold it: the receiver, and later ones of this rank that read it
+    sent        from its action until a message arrives that its receiver sent at or after the action that consumed it:
+                then the send has ended. No such message arrives where no gradient returns
 
 A forward of layer i takes the buffer of i's kind that has been free longest, or a new one; its backward frees it. A
-region makes the gradients of its weights there too, so its memory waits for no W.
+captured backward computes weight gradients too, so its memory is not kept for a W.
 
     static inputs     kind = signature (shape, dtype, stride)       layers · (warm-up + 1), if signatures are equal
     graphs by slot    kind = the layer, as a graph has the layer's weights, and reads and writes the addresses of its
                       capture: 2 · Σ over chunks of  layers of the chunk · most microbatches in flight on it
-    graphs by microbatch, as elsewhere:  2 · layers · microbatches, and 2 · layers if none overlap
+    graphs by microbatch, for comparison:  2 · layers · microbatches, and 2 · layers if none overlap
 """
 
 from collections import defaultdict, deque
@@ -29,7 +29,7 @@ from planner.pipeline.links import Message, RankMessages, received_by
 
 
 class Ring(NamedTuple):
-    """The buffers that messages of one boundary in one direction take in turn on one end."""
+    """The buffers that the messages of one stage boundary and direction reuse on one rank."""
 
     is_received: bool
     kind: str
@@ -46,12 +46,12 @@ def ring_of(is_received: bool, message: Message) -> Ring:
 def message_slots(
     orders: Sequence[Order], pp_rank: int, num_stages: int, fold: Fold = LOOP, one_way: Collection[int] = ()
 ) -> Slots:
-    """(whether it is received, message) → its place in its ring, of all messages of ``pp_rank`` in a step.
+    """Return (whether it is received, message) → its slot in its ring, for all messages of ``pp_rank`` in a step.
 
-    ``one_way``: boundaries that no gradient crosses.
+    ``one_way``: stage boundaries that no gradient crosses.
     """
     own, slots = RankMessages(orders, pp_rank, num_stages, fold, one_way), _MessageSlots()
-    ends: defaultdict[int, list[Message]] = defaultdict(list)  # where a received message is read for the last time
+    ends: defaultdict[int, list[Message]] = defaultdict(list)  # position of its last reader → received messages
     for at, action in enumerate(own.order):
         for posted in own.order[at : at + 2]:
             message = own.crossing(posted, received_by)
@@ -76,7 +76,7 @@ def ring_sizes(slots: Slots) -> dict[Ring, int]:
 
 
 class _MessageSlots:
-    """Owns: the slots that are ``taken`` so far, and of each ring those that are free."""
+    """The slots that were ``taken`` so far, and the free slots of each ring."""
 
     def __init__(self) -> None:
         self.taken: Slots = {}
@@ -98,7 +98,7 @@ def _last_reader(own: RankMessages, message: Message) -> int:
 
 
 def _handed_on(own: RankMessages, stage: int, step: int) -> Iterator[int]:
-    """``stage`` and those behind it that the rank runs too, without a message between."""
+    """Yield ``stage`` and its neighbours in one direction, as long as this rank runs them too."""
     while stage in own.stages:
         yield stage
         stage += step
@@ -110,9 +110,9 @@ SlotKey = tuple[int, int, int]  # microbatch, chunk, layer of the chunk
 def slots_by_kind(
     order: Order, kinds: Sequence[Sequence[Hashable]] | Mapping[int, Sequence[Hashable]]
 ) -> dict[SlotKey, int]:
-    """The slot of each (microbatch, chunk, layer), numbered from 0; layer i of chunk c is of ``kinds[c][i]``.
+    """Return the slot, from 0, of each (microbatch, chunk, layer); layer i of chunk c has the kind ``kinds[c][i]``.
 
-    Layers take their slots in order, and all of a chunk give theirs back when its backward is done.
+    The layers of a chunk take slots in order, and free them all after the chunk's backward.
     """
     free: defaultdict[Hashable, deque[int]] = defaultdict(deque)
     new = count()
@@ -128,9 +128,9 @@ def slots_by_kind(
 
 
 def order_by_microbatch(order: Order) -> Order:
-    """The actions of the microbatches that need graphs of their own if graphs do not share slots.
+    """Return the actions that need separate graphs if each microbatch has its own graphs.
 
-    That is the full order; but if each backward directly follows its forward, one microbatch's graphs serve all.
+    These are all actions, unless each backward directly follows its forward: then one microbatch's graphs serve all.
     """
     order = without_weights(order)
     pairs = list(zip(order[::2], order[1::2], strict=False))

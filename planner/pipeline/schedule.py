@@ -1,9 +1,9 @@
-"""In which order a pipeline rank runs its microbatches: a schedule is data, one list of actions for each pp rank.
+"""Pipeline schedules. A schedule is data: for each pp rank, the list of its actions in order.
 
-``planner.pipeline.kinds`` names those that are built by a rule. Which stage a chunk of a rank is says
-``planner.fold``. Forwards run in the order of the schedule table: for each group of G microbatches, for each chunk, for
-each microbatch of the group. The k-th backward takes the table's k-th row with its chunk counted from the end.
-(Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2.)
+``planner.pipeline.kinds`` defines the schedules that are built by a rule, ``planner.fold`` the stages of each rank.
+Forwards run in the order of the schedule table: for each group of G microbatches, for each chunk, for each microbatch
+of the group. The k-th backward takes the k-th row of the table, with its chunk counted from the last one. (Narayanan
+et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORWARD_ONLY, CUSTOM = "forward", "custom"
 
 
 class OrderError(PlanError):
-    """The list of actions of a pp rank, ``rank``, cannot run."""
+    """Raised when the actions of pp rank ``rank`` cannot run in their order."""
 
     def __init__(self, what: str, *, rank: int = 0, where: Where | str | None = None, fix: str) -> None:
         super().__init__(what, where=where, fix=fix)
@@ -32,10 +32,10 @@ class OrderError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """Per pp rank the actions in the order in which it runs them.
+    """The schedule as a plan shows it: the actions of each pp rank, in order.
 
-    ``peak_in_flight``: of each rank the most pairs of microbatch and chunk between F and B; ``peak_waiting``: the most
-    between B and W, if there are W.
+    ``peak_in_flight``: for each rank, the most (microbatch, chunk) pairs between F and B; ``peak_waiting``: the most
+    between B and W, empty without W.
     """
 
     kind: str
@@ -68,11 +68,10 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One list of actions for each pp rank, each running every (microbatch, chunk) forward once and backward once.
+    """The actions of each pp rank, in order: one F and one B for each microbatch and chunk.
 
-    ``group_size`` is the G of the table. Backwards may be left out on all ranks together (kind ``forward``); the
-    W are in all lists or in none. Raises PlanError when a list misses or repeats an action, or has
-    a W before its B; whether the lists fit each other is for ``simulate`` to find.
+    ``group_size`` is the G of the table. The kind ``forward`` has no B; all ranks have W, or none has. Raises
+    PlanError if a rank lacks or repeats an action, or runs a W before its B. ``simulate`` finds deadlocks.
     """
 
     kind: str
@@ -114,11 +113,11 @@ class Schedule:
 
     @property
     def table(self) -> tuple[tuple[int, int], ...]:
-        """The schedule table: (microbatch, chunk) of each forward in turn; a built kind has the same on every rank."""
+        """The schedule table: (microbatch, chunk) of each forward in turn, the same on every rank of a built kind."""
         return tuple((a.microbatch, a.chunk) for a in self.orders[0] if a.kind == "F")
 
     def num_warmup(self, pp_rank: int) -> int:
-        """Forwards of ``pp_rank`` before its steady one-forward-one-backward turns."""
+        """Return the number of warm-up forwards of ``pp_rank``, before its one-forward-one-backward turns."""
         if self.kind in KINDS and KINDS[self.kind].orders is None:
             return num_warmup(self.kind, self.sizes, pp_rank)
         first = next((at for at, action in enumerate(self.orders[pp_rank]) if action.kind == "B"), None)
@@ -133,18 +132,18 @@ def build_schedule(
     group_size: int | None = None,
     costs: StageCosts | None = None,
 ) -> Schedule:
-    """The schedule of a kind in KINDS (None: interleaved_1f1b with vpp > 1, else 1f1b); a group is pp unless given.
+    """Build the schedule of a kind in KINDS (None: interleaved_1f1b with vpp > 1, else 1f1b); groups are pp by default.
 
-    ``costs``: by which a kind that waits puts its W; equal ones if not given. Raises PlanError when the kind is
-    unknown, the sizes do not fit it, or there are fewer microbatches than it needs.
+    ``costs`` decide where a kind with W places them (default: equal costs). Raises PlanError if the kind is unknown or
+    cannot run these sizes.
     """
     kind, sizes = check_schedule(kind, pp, num_microbatches, vpp, group_size)
-    of_all, costs = KINDS[kind].orders, costs or StageCosts.equal(pp * vpp)
-    if of_all is not None:
-        orders = of_all(pp, num_microbatches, costs)
+    build, costs = KINDS[kind].orders, costs or StageCosts.equal(pp * vpp)
+    if build is not None:
+        orders = build(pp, num_microbatches, costs)
     else:
         orders = _of_ranks(kind, sizes)
-        if KINDS[kind].waits:  # no rank holds more than the first one does of 1f1b
+        if KINDS[kind].waits:  # with pp as its limit, no rank holds more microbatches than the first rank in 1f1b
             few = sizes._replace(num_microbatches=min(num_microbatches, 3 * pp))
             orders = with_weights(orders, orders if few == sizes else _of_ranks(kind, few), costs, pp)
     return Schedule(kind, pp, vpp, num_microbatches, sizes.group_size, orders, fold_of(kind))
@@ -153,7 +152,7 @@ def build_schedule(
 def check_schedule(
     kind: str | None, pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None
 ) -> tuple[str, Sizes]:
-    """The kind and the sizes that ``build_schedule`` takes. Raises PlanError if it would."""
+    """Return the kind and the sizes that ``build_schedule`` uses. Raises PlanError if they cannot run."""
     kind = kind or default_kind(vpp)
     if kind not in KINDS:
         raise unknown_kind(kind)
@@ -170,11 +169,11 @@ def check_schedule(
     return kind, sizes
 
 
-def fold_of(asked: str | Schedule | None) -> Fold:
-    """How a kind of schedule, or one by hand, lays its stages onto ranks; a kind outside of KINDS, in a loop."""
-    if isinstance(asked, Schedule):
-        return asked.fold
-    return KINDS[asked].fold if asked in KINDS else LOOP
+def fold_of(schedule: str | Schedule | None) -> Fold:
+    """Return how a schedule, or a schedule kind, maps stages to ranks; LOOP for a kind outside of KINDS."""
+    if isinstance(schedule, Schedule):
+        return schedule.fold
+    return KINDS[schedule].fold if schedule in KINDS else LOOP
 
 
 def _of_ranks(kind: str, sizes: Sizes) -> tuple[Order, ...]:
@@ -182,9 +181,9 @@ def _of_ranks(kind: str, sizes: Sizes) -> tuple[Order, ...]:
 
 
 def rank_order(kind: str, sizes: Sizes, pp_rank: int, extra_warmup: int = 0) -> Order:
-    """The forwards and backwards of one rank, without the W of a kind that waits: those depend on all ranks.
+    """Return the forwards and backwards of one rank. The places of W depend on all ranks (``with_weights``).
 
-    ``extra_warmup`` more forwards precede the first backward (1 to overlap experts).
+    ``extra_warmup``: further warm-up forwards (1 to overlap the exchanges of experts).
     """
     table = schedule_table(sizes)
     forwards = [Action("F", m, c) for m, c in table]
@@ -193,13 +192,13 @@ def rank_order(kind: str, sizes: Sizes, pp_rank: int, extra_warmup: int = 0) -> 
 
 
 def in_turn(forwards: list[Any], backwards: list[Any], warmup: int) -> list[Any]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the other backwards."""
+    """Return ``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
 def schedule_table(sizes: Sizes) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of each forward in turn: by group of microbatches, then chunk, then microbatch."""
+    """Return (microbatch, chunk) of each forward in turn: by group of microbatches, then chunk, then microbatch."""
     _, num_microbatches, vpp, group_size = sizes
     return [
         (microbatch, chunk)
@@ -210,7 +209,7 @@ def schedule_table(sizes: Sizes) -> list[tuple[int, int]]:
 
 
 def num_warmup(kind: str, sizes: Sizes, pp_rank: int, extra_warmup: int = 0) -> int:
-    """Forwards of a rank before its steady turns."""
+    """Return the number of warm-up forwards of a rank."""
     return min(KINDS[kind].num_warmup(sizes.pp - pp_rank - 1, sizes) + extra_warmup, sizes.num_forwards)
 
 

@@ -1,13 +1,13 @@
-"""Run a schedule before anything runs: does it end, how much of it is bubble, how much does a rank hold.
+"""Simulate a schedule: check that it completes, and measure its bubble and the microbatches in flight on each rank.
 
     bubble = 1 - (time that the ranks work) / (pp · time from first start to last end)
 
-The clock (``planner.pipeline.clock``) runs it twice: in lock step, where every action takes one step, for the grid of
-steps and ranks and for deadlocks; then with costs, for start and end of every action. The messages of each link must
-have one order at both its ends (``planner.pipeline.links``).
+The clock (``planner.pipeline.clock``) runs the schedule twice: in lock step, where every action takes one step, for
+the grid and for deadlocks; then with costs, for the start and end of each action. Both ends of each link must have the
+same order of messages (``planner.pipeline.links``).
 
-A schedule as text is a head line and a line a rank; ``fold=v`` ends the head of chunks that run down the ranks and
-back:
+The text of a schedule has a head line, then a line per rank. A head that ends in ``fold=v`` means that chunks run down
+the ranks and back:
 
     1f1b pp=2 vpp=1 microbatches=2 group=2
     0: F0.0 F1.0 B0.0 B1.0
@@ -37,10 +37,10 @@ _SHOWN_STEPS, _SHOWN_CHARACTERS = 24, 60
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The simulated run of a schedule. ``steps[t][rank]`` is the action at lock step t, None if the rank waits."""
+    """The simulated run of a schedule. ``steps[t][rank]`` is the action at lock step t, None while the rank idles."""
 
     steps: Steps
-    spans: tuple[tuple[Span, ...], ...]  # per rank, start and end of each of its actions, in units of the costs
+    spans: tuple[tuple[Span, ...], ...]  # per rank, start and end of each action, in units of the costs
     duration: float
     bubble_fraction: float
     peak_in_flight: tuple[int, ...]  # per rank, the most (microbatch, chunk) pairs between their forward and backward
@@ -51,11 +51,11 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Simulation:
-    """Run ``schedule`` with ``costs``, those of full backwards if it has no W. If they are not given, all actions cost
-    the same, and a full backward two forwards.
+    """Simulate ``schedule`` with the ``costs`` of its stages: of full backwards if it has no W. By default all actions
+    cost the same, and a full backward costs two forwards.
 
-    Raises PlanError when ranks wait for each other forever (it shows the grid and the action for which each rank
-    waits), and when two ranks have a link's messages in different orders.
+    Raises PlanError for a deadlock (with the grid, and the action that each rank waits for), and if two ranks have the
+    messages of a link in different orders.
     """
     steps = _lock_steps(schedule)
     check_links(schedule)
@@ -71,9 +71,9 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Simulation:
 
 
 def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan:
-    """The plan's row of a schedule, run before anything runs. Raises PlanError if it would never end.
+    """Simulate ``schedule`` and return it for the plan. Raises PlanError if it would deadlock.
 
-    ``costs``: by which its W were put; its bubble is that of these.
+    ``costs``: those that decided the places of its W; they give the bubble.
     """
     run = simulate(schedule, costs)
     plan = schedule.kind, schedule.num_microbatches, schedule.orders
@@ -81,9 +81,9 @@ def planned(schedule: Schedule, costs: StageCosts | None = None) -> SchedulePlan
 
 
 def format_grid(steps: Steps, first: int = 0, first_rank: int = 0, marked: tuple[int, int] | None = None) -> str:
-    """A row for each step, a column for each rank; ``.`` for a rank that waits.
+    """Return a grid with a row per step and a column per rank; ``.`` where a rank idles.
 
-    ``first`` and ``first_rank`` number the first row and column; ``marked``: a place of ``steps`` that is pointed at.
+    ``first`` and ``first_rank`` number the first row and column; ``marked``: (row, column) of a highlighted cell.
     """
     if not steps:
         return "step  (nothing ran)"
@@ -103,10 +103,10 @@ def _lock_steps(schedule: Schedule) -> Steps:
     for rank, (order, of_rank) in enumerate(zip(schedule.orders, spans, strict=True)):
         for action, (start, _) in zip(order, of_rank, strict=False):
             steps[round(start)][rank] = action  # pyright: ignore
-    found = tuple(map(tuple, steps))
+    frozen = tuple(map(tuple, steps))
     if any(len(of_rank) < len(order) for order, of_rank in zip(schedule.orders, spans, strict=True)):
-        raise _deadlock(schedule, found, [len(of_rank) for of_rank in spans])
-    return found
+        raise _deadlock(schedule, frozen, [len(of_rank) for of_rank in spans])
+    return frozen
 
 
 def _deadlock(schedule: Schedule, steps: Steps, position: list[int]) -> OrderError:
@@ -140,8 +140,8 @@ def _missing(schedule: Schedule, action: Action, rank: int, ran: set[_Event]) ->
 
 
 def _spans(schedule: Schedule, costs: StageCosts) -> tuple[tuple[Span, ...], ...]:
-    """Start and end of each action that runs: it starts when its rank is free and everything needed has ended."""
-    count, num_stages, found = schedule.num_microbatches, schedule.num_stages, list[tuple[Span, ...]]()
+    """Return start and end of each action up to a deadlock: it starts once its rank and its dependencies are done."""
+    count, num_stages, of_ranks = schedule.num_microbatches, schedule.num_stages, list[tuple[Span, ...]]()
     ends = end_times(numbered(schedule.orders, schedule.pp, num_stages, count, schedule.fold), costs, count)
 
     def end(kind: str, microbatch: int, stage: int) -> float:
@@ -154,12 +154,12 @@ def _spans(schedule: Schedule, costs: StageCosts) -> tuple[tuple[Span, ...], ...
                 break
             start, free = max([free, *(end(*need) for need in needs(*event, num_stages))]), end(*event)
             spans.append((start, free))
-        found.append(tuple(spans))
-    return tuple(found)
+        of_ranks.append(tuple(spans))
+    return tuple(of_ranks)
 
 
 def _most_between(order: Order, begin: str, end: str) -> int:
-    """The most pairs of microbatch and chunk between two kinds of actions. Without backwards nothing is kept: one."""
+    """Return the most (microbatch, chunk) pairs between two kinds of actions; 1 if the order has only forwards."""
     if all(action.kind == "F" for action in order):
         return 1
     between = peak = 0
@@ -173,7 +173,7 @@ MOST_STEPS, MOST_RANKS = 20, 16
 
 
 def grid_around(orders: Sequence[Order], rank: int, action: Action, fold: Fold = LOOP) -> str:
-    """The steps and pp ranks next to ``action`` of ``rank``, which is marked; each action is taken to last one step."""
+    """Return the lock-step grid around ``action`` of ``rank``, with that action marked."""
     actions = [a for order in orders for a in order]
     kind = CUSTOM if any(a.kind == "B" for a in actions) else FORWARD_ONLY
     num_chunks, num_microbatches = 1 + max(a.chunk for a in actions), 1 + max(a.microbatch for a in actions)
@@ -198,7 +198,7 @@ _HEAD = re.compile(rf"(\w+) pp={_SIZE} vpp={_SIZE} microbatches={_SIZE}(?: group
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """A head line, then a line for each rank: the text that ``parse_schedule`` reads."""
+    """Return the text of a schedule, which ``parse_schedule`` reads: a head line, then a line for each rank."""
     s = schedule
     head = f"{s.kind} pp={s.pp} vpp={s.vpp} microbatches={s.num_microbatches} group={s.group_size}"
     head += "" if s.fold == fold_of(s.kind) else f" fold={s.fold}"
@@ -207,33 +207,32 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_order(text: str, rank: int = 0) -> Order:
-    """The inverse of ``format_order``, for a ``rank``. Raises PlanError at the first word that is no action."""
+    """Parse the text of ``format_order`` for ``rank``. Raises PlanError at the first word that is not an action."""
     return tuple(_parse_action(word, rank) for word in text.split())
 
 
 def schedule_by_hand(text: str, at: Where) -> Schedule:
-    """The schedule of a spec: of kind ``custom``, and it runs to its end. ``at``: the file that has ``text``, or the
-    key of the spec.
+    """Parse and simulate a schedule written by hand, of kind ``custom``. ``at``: the file or spec key with ``text``.
 
-    Raises SpecError with the line of the rank that cannot run, or of the sizes.
+    Raises SpecError with the line of the rank that cannot run, or the head line.
     """
     try:
-        found = replace(parse_schedule(text), kind=CUSTOM)
-        simulate(found)
+        schedule = replace(parse_schedule(text), kind=CUSTOM)
+        simulate(schedule)
     except PlanError as error:
         numbered_lines = _lines(text) or [(1, "")]
         line, code = numbered_lines[error.rank + 1 if isinstance(error, OrderError) else 0]
         where = replace(at, line=at.line or line, code=code[:_SHOWN_CHARACTERS])
         raise SpecError(error.what, where=where, fix=error.fix) from None
-    return found
+    return schedule
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that a text states; lists unlike those of the kind in the head make a ``custom`` one.
+    """Parse the text of a schedule. The kind becomes ``custom`` if the orders differ from those of the stated kind.
 
-    The places of W, and other choices by cost, are not compared: the text does not state the costs.
+    The places of W, and other choices by cost, are not compared, because the text has no costs.
 
-    Raises PlanError when the text is no schedule or an action is missing or repeated.
+    Raises PlanError if the text is not a schedule, or an action is missing or repeated.
     """
     head, *lines = [line for _, line in _lines(text)] or [""]
     match = _HEAD.fullmatch(head)
@@ -256,7 +255,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """Those that say something, with their numbers; ``#`` begins a comment."""
+    """Return (line number, line) of each line that is not empty without its ``#`` comment."""
     stripped = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
     return [(number, line) for number, line in stripped if line]
 

@@ -1,14 +1,13 @@
-"""Cut a model into pipeline stages: between blocks, so that the slowest stage is as fast as it can be.
+"""Divide the blocks of a model into pipeline stages, so that the slowest stage is as fast as possible.
 
-    minimise over contiguous ranges of blocks   max over stages of  Σ cost(block and what runs after it)
+    minimise over contiguous ranges of blocks   max over stages of  Σ cost(block and the ops that run with it)
 
-    cost: forward, and twice as much again for what has a backward
+    cost: FLOPs of the forward, three times as many for ops with a backward
 
-Ops outside of blocks run as early as their inputs allow: the embedding with the first block, an encoder's last norm
-with the encoder's last block, the head and the loss with the last block. So the head is not free: a model of few layers
-and a large vocabulary gives its last stage fewer layers, and none if the slowest stage is then faster by a twentieth. A
-layout (``planner.pipeline.layout``) may give either end, the embedding or the ops after the last block, a stage of its
-own.
+Ops outside of blocks run with the earliest block that their inputs allow: the embedding with the first block, an
+encoder's last norm with the encoder's last block, the head and the loss with the last block. With few layers and a
+large vocabulary, the last stage gets fewer layers; it gets none if that makes the slowest stage 5 % faster. A layout
+(``planner.pipeline.layout``) may give the embedding, or the ops after the last block, a stage of their own.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from passes.rules.flops import node_cost
 from planner.mesh import Mesh
 from planner.pipeline.layout import Layout, complaint, layout_of, layout_of_sizes
 
-WORTH_IT = 0.95  # a stage without a block sends more of the others' microbatches ahead: not for less than a twentieth
+WORTH_IT = 0.95  # a last stage without blocks must make the slowest stage 5 % faster: other stages hold more in flight
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
-    """Work of each block with the calls anchored to it. ``after``: the part of the last block's that is of the calls
-    after it, which may have a stage of their own; 0 if they may not.
+    """The cost of each block, with the calls that are anchored to it. ``after``: the part of the last block's cost
+    that belongs to calls after the block, which may have their own stage; 0 if they may not.
     """
 
     of_blocks: tuple[int, ...]
     after: int = 0
 
     def of_copies(self, source: Sequence[int]) -> BlockCosts:
-        """Of a deeper model: block i of it is block ``source[i]`` of this one."""
+        """Return the costs of a deeper model, in which block i is a copy of block ``source[i]`` of this one."""
         return replace(self, of_blocks=tuple(self.of_blocks[block] for block in source))
 
 
@@ -59,8 +58,9 @@ def assign_stages(
     split: Any = "auto",
     sizes: Sequence[int] = (),
 ) -> StageAssignment:
-    """Those of ``mesh``; ``split`` is "auto" or a notation of ``planner.pipeline.layout``; ``sizes``: blocks of each
-    stage for "auto", if they are decided. Raises PlanError for a split that does not fit the model.
+    """Assign the calls of ``program`` to the stages of ``mesh``. ``split``: "auto" or a notation of
+    ``planner.pipeline.layout``; ``sizes``: blocks of each stage, if "auto" is already decided. Raises PlanError for a
+    split that does not fit the model.
     """
     num_blocks = len(blocks.instances)
     recomputed, block_of = recomputed_nodes(program), blocks.block_of()
@@ -82,8 +82,8 @@ def assign_stages(
 
 
 def balanced_sizes(costs: BlockCosts, pp: int, vpp: int = 1) -> list[int]:
-    """Blocks of each stage, the slowest as fast as it can be. The calls after the last block get the last stage for
-    themselves (0 blocks) if they fill it.
+    """Return the number of blocks of each stage, with the slowest stage as fast as possible. The last stage has 0
+    blocks if the calls after the last block fill it.
     """
     of_blocks, num_stages = costs.of_blocks, pp * vpp
     if not of_blocks:
@@ -102,7 +102,7 @@ def _slowest(of_blocks: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def block_costs(program: Program, blocks: Blocks) -> BlockCosts:
-    """The costs that ``balanced_sizes`` balances."""
+    """Return the costs that ``balanced_sizes`` balances."""
     num_blocks, block_of = len(blocks.instances), blocks.block_of()
     anchor = needed_anchors(program, block_of, recomputed_nodes(program))
     _, after = before_and_after_blocks(anchor, block_of, max(num_blocks, 1) - 1)
@@ -118,14 +118,14 @@ def _costs(program: Program, anchor: dict[fx.Node, int], after: set[fx.Node], nu
 
 
 def _work(node: fx.Node) -> int:
-    """The cost of a forward and a backward; that of a model that is not trained is its forward's alone."""
+    """Return the cost of a call's forward and backward; of its forward alone if it has no gradient."""
     return node_cost(node) * (3 if node.meta["grad"] else 1)
 
 
 def _stage_of_calls(
     anchor: dict[fx.Node, int], layout: Layout, before: set[fx.Node], after: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Calls go with the block that they are anchored to; calls before or after all blocks go with E and L."""
+    """Return each call's stage: that of the block it is anchored to, or of E and L before and after all blocks."""
     stage_of_block = [s for s, size in enumerate(layout.sizes) for _ in range(size)] or [0]
     stage = {node: stage_of_block[block] for node, block in anchor.items()}
     stage.update(dict.fromkeys(sorted(before), layout.stage_of("E")))
@@ -134,7 +134,7 @@ def _stage_of_calls(
 
 
 def _check_ends(program: Program, stage: dict[fx.Node, int], layout: Layout) -> None:
-    """A stage of its own is for an embedding or a loss that the model has: the first stage begins, the last ends."""
+    """Raise PlanError if E or L has a stage of its own, but the model computes nothing there."""
     ends = {"E": "before its first block", "L": "after its last block"}
     for letter, place in ends.items():
         home = layout.stage_of(letter)
@@ -172,10 +172,10 @@ def _check_enough_blocks(num_blocks: int, pp: int, vpp: int) -> None:
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Sizes of ``num_stages`` non-empty contiguous ranges of ``costs`` with the least possible largest sum.
+    """Return the sizes of ``num_stages`` non-empty contiguous ranges of ``costs`` with the least possible largest sum.
 
-    Among those the most even ones (least sum of squares), then those with the fewest blocks in the first stages, which
-    hold the most microbatches in flight.
+    Ties go to the most even sizes (least sum of squares), then to the fewest blocks in the first stages, which hold
+    the most microbatches in flight.
     """
     assert 1 <= num_stages <= len(costs), "more stages than blocks"
     total = [0, *accumulate(costs)]
@@ -183,7 +183,7 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _least_maximum(total: list[int], num_stages: int) -> int:
-    """best(k, i) = min over j of max(best(k - 1, j), cost of j to i): the first grows with j, the second falls."""
+    """best(k, i) = min over j of max(best(k - 1, j), cost of j to i); best grows with j and the cost falls."""
     num_blocks = len(total) - 1
     best = total[1:]  # best[i - 1] for the first i blocks in one stage
     for k in range(2, num_stages + 1):
@@ -198,7 +198,7 @@ def _least_maximum(total: list[int], num_stages: int) -> int:
 
 
 def _most_even(total: list[int], num_stages: int, limit: int) -> list[int]:
-    """The sizes with the least sum of squared costs among those with no stage that costs more than ``limit``."""
+    """Return the sizes with the least sum of squared costs, if no stage costs more than ``limit``."""
     num_blocks = len(total) - 1
     # after[i] = (sum of squares, sizes) of the blocks from i on in the k stages still to fill
     after: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks + [(0, ())]

@@ -1,24 +1,25 @@
-"""The placement of weight gradients: each W fills a wait of its rank (ZB-H1 of Qi et al. 2023, section 2.2).
+"""Zero-bubble schedules: weight gradients (W) fill the waits of a rank.
 
-    F and B   in the order in which they are given
-    W         if the next F or B cannot start yet, and before an F that would hold more than is allowed
-    held      of a rank, at most ``most_held`` pairs of microbatch and chunk between their F and their W
+zero_bubble (ZB-H1 of Qi et al. 2023, section 2.2):
 
-Ranks run in the order of time, each W decided when its rank is free. How much of a W must fit into a wait is open: it
-is tried on a few microbatches, and the shortest run is taken. Of equal stages a rank is idle for (pp − 1)·(F + B − W),
-of 1f1b for (pp − 1)·(F + B + W).
+    F and B   in the order of 1f1b
+    W         runs while the next F or B cannot start, and before an F that would exceed the limit on memory
+    memory    at most ``most_held`` pairs of microbatch and chunk of a rank are between their F and their W
 
-zero_bubble_v: two chunks a rank, folded into a v (ZB-V of Qi et al. 2024, "Pipeline Parallelism with Controllable
-Memory", section 4). Their orders repeat one pattern, which takes F, B and W to cost about the same; these follow the
-costs of each stage.
+Ranks are simulated in the order of time, and a free rank decides whether to run a W. The share of a W that must fit
+into a wait is a parameter: each value is tried on a few microbatches, and the shortest run wins. With equal stages, a
+rank idles for (pp − 1)·(F + B − W); in 1f1b for (pp − 1)·(F + B + W).
 
-    stages    of 4 ranks  0 1 2 3      a microbatch comes down the first row and back along the second: its loss is
-                          7 6 5 4      on rank 0, and no rank waits for a message at the turn
-    next      of work that can start, the rank's preference, tried too; if none can: the W that has waited longest
-    held      of a rank, at most pp whole microbatches, as 1f1b: one is admitted when both its chunks have a place
+zero_bubble_v: two chunks per rank, folded into a v (ZB-V of Qi et al. 2024, "Pipeline Parallelism with Controllable
+Memory", section 4). The paper repeats one pattern, for about equal F, B and W; here the costs of each stage decide.
 
-Of equal F, B, W of a chunk a rank is idle for (pp − 1)·F, the time of the first microbatch to the last rank: no order
-is shorter (up to 4·pp microbatches; of more a little longer).
+    stages    of 4 ranks  0 1 2 3      a microbatch passes the first row, then the second row back: its loss is on
+                          7 6 5 4      rank 0, and stages 3 and 4 exchange no message
+    next      the first work in the rank's preferences that can start, else the oldest W; several preferences are tried
+    memory    at most pp whole microbatches per rank, as in 1f1b: each reserves a place for both its chunks
+
+With equal F, B and W, a rank idles for (pp − 1)·F, until the first microbatch reaches the last rank. That is optimal
+up to 4·pp microbatches; with more, it is slightly longer.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from typing import NamedTuple
 from planner.fold import LOOP, Fold, V, rank_of, stages_of
 from planner.pipeline.actions import Action, Order, needs
 
-_TICKS = 1 << 20  # of the longest action: so that the last digits of costs decide nothing
-_SHARES = (1.0, 0.5, 0.0)  # of a W, that must fit into a wait; the largest first
+_TICKS = 1 << 20  # of the longest action; rounding keeps the last digits of costs from deciding an order
+_SHARES = (1.0, 0.5, 0.0)  # of a W that must fit into a wait; the largest first
 
 
 class StageCosts(NamedTuple):
-    """Of each stage, in any unit of time: forward, backward without the gradients of weights, and those."""
+    """Time of each stage, in any unit: forward, backward without weight gradients, and weight gradients."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -54,15 +55,15 @@ class StageCosts(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """Orders with their W, and the ticks that they take."""
+    """Orders with W, and the ticks that they take."""
 
     ticks: int
     orders: tuple[Order, ...]
 
 
 def with_weights(orders: Sequence[Order], few: Sequence[Order], costs: StageCosts, most_held: int) -> tuple[Order, ...]:
-    """``orders`` with their W, as the run of ``few``, those of fewer microbatches or the same, is the shortest; of
-    equal runs that in which most of a W must fit into a wait.
+    """Return ``orders`` with W inserted. The share is the one with the shortest run of ``few``, the orders of fewer
+    microbatches (or ``orders`` itself); of equal runs, the largest share.
     """
     tried = [put_weights(few, costs, most_held, share) for share in _SHARES]
     best = min(range(len(tried)), key=lambda at: tried[at].ticks)
@@ -70,9 +71,9 @@ def with_weights(orders: Sequence[Order], few: Sequence[Order], costs: StageCost
 
 
 def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> Tried:
-    """``orders``: of each rank its forwards and backwards, which complete without deadlock; ``costs``: of each stage.
+    """Insert W into ``orders``, the forwards and backwards of each rank, which must not deadlock.
 
-    ``most_held`` is at least the peak in flight of ``orders``. ``share``: of a W, that must fit into a wait.
+    ``most_held`` is at least the peak in flight of ``orders``. ``share``: the part of a W that must fit into a wait.
     """
     ranks = _Ranks(orders, costs, most_held, share)
     ranks.run()
@@ -81,8 +82,9 @@ def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, shar
 
 
 class _Timeline:
-    """Owns when each action ended, the W that wait on each rank, and when each rank next looks for work. ``stages`` of
-    each rank; ``share``: of a W, that must fit into a wait.
+    """A simulation of all ranks that decides their orders: ``ends`` of actions, the pending W of each rank
+    (``waiting``), and when each rank next looks for work (``looks``). ``share``: the part of a W that must fit into a
+    wait.
     """
 
     def __init__(self, costs: tuple[Sequence[int], ...], pp: int, share: float, fold: Fold) -> None:
@@ -94,21 +96,22 @@ class _Timeline:
         self.waiting: list[deque[Action]] = [deque() for _ in range(pp)]
         self.done: list[list[Action]] = [[] for _ in range(pp)]
         self.ends: dict[tuple[str, int, int], int] = {}
-        self.looks: list[int | None] = [0] * pp  # None: when a neighbour has begun something
+        self.looks: list[int | None] = [0] * pp  # None: not before a neighbour starts an action
         self.agenda = [(0, rank) for rank in range(pp)]
 
     def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
-        """An F or B that can start now, and when the soonest can; None while that is unknown."""
+        """Return an F or B that can start now, or None; and when the earliest one can, None while unknown."""
         raise NotImplementedError
 
     def begun(self, rank: int, action: Action) -> None:
+        """Update the state of ``rank``, which starts ``action``."""
         raise NotImplementedError
 
     def run(self) -> None:
         while self.agenda:
             now, rank = heappop(self.agenda)
             if self.looks[rank] != now:
-                continue  # the rank has looked earlier, for earlier work
+                continue  # the rank looked earlier
             self.looks[rank] = None
             action, soonest = self.next(rank, now)
             if action is not None:
@@ -119,7 +122,7 @@ class _Timeline:
                 self.look(rank, soonest)
 
     def _fits_a_weight(self, rank: int, now: int, soonest: int | None) -> bool:
-        """Whether a W waits on the rank, and enough of it fits until other work can start."""
+        """Whether the rank has a pending W, and enough of it fits before other work can start."""
         if not self.waiting[rank] or soonest is None:
             return bool(self.waiting[rank])
         return soonest - now >= self.share * self.costs["W"][self.stages[rank][self.waiting[rank][0].chunk]]
@@ -142,11 +145,11 @@ class _Timeline:
             self.wake(neighbour, max(end, self.free[neighbour]))
 
     def wake(self, rank: int, at: int) -> None:
-        """A neighbour of ``rank`` has begun what ends at ``at``."""
+        """Note that a neighbour of ``rank`` runs an action that ends at ``at``."""
         self.look(rank, at)
 
     def look(self, rank: int, at: int) -> None:
-        """Look for work at ``at``, unless the rank looks sooner."""
+        """Make ``rank`` look for work at ``at``, unless it already looks sooner."""
         sooner = self.looks[rank]
         if sooner is None or at < sooner:
             self.looks[rank] = at
@@ -154,7 +157,7 @@ class _Timeline:
 
 
 class _Ranks(_Timeline):
-    """Owns how far each rank is in its order."""
+    """The simulation of given orders of F and B: ``at``, the position of each rank; ``held``, its pairs before W."""
 
     def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> None:
         super().__init__(costs.ticks, len(orders), share, LOOP)
@@ -162,7 +165,7 @@ class _Ranks(_Timeline):
         self.at, self.held = [0] * self.pp, [0] * self.pp
 
     def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
-        """None too if it would hold too much."""
+        """Return the next F or B as in the base class; no F while the rank is at its memory limit."""
         if self.at[rank] == len(self.orders[rank]):
             return None, None
         action = self.orders[rank][self.at[rank]]
@@ -176,7 +179,7 @@ class _Ranks(_Timeline):
         return action if ready <= now else None, ready
 
     def wake(self, rank: int, at: int) -> None:
-        if self.looks[rank] is None:  # else it looks as it has decided: earlier looks would give plans other orders
+        if self.looks[rank] is None:  # else keep its time: an earlier look would change the orders of plans
             self.look(rank, at)
 
     def begun(self, rank: int, action: Action) -> None:
@@ -187,7 +190,7 @@ class _Ranks(_Timeline):
 _Work = tuple[str, int]  # kind of action, chunk
 _WORK: tuple[_Work, ...] = (("B", 0), ("B", 1), ("F", 0), ("F", 1))
 _FORWARDS: tuple[_Work, ...] = (("F", 1), ("F", 0), ("B", 0), ("B", 1))
-_PREFERENCES: tuple[tuple[tuple[_Work, ...], tuple[_Work, ...]], ...] = (  # of the first half of the ranks, of the rest
+_PREFERENCES: tuple[tuple[tuple[_Work, ...], tuple[_Work, ...]], ...] = (  # for the first half of the ranks, the rest
     (_WORK, (("B", 1), ("F", 1), ("F", 0), ("B", 0))),
     (_WORK, _FORWARDS),
     (_WORK, (("B", 1), ("F", 1), ("B", 0), ("F", 0))),
@@ -195,18 +198,18 @@ _PREFERENCES: tuple[tuple[tuple[_Work, ...], tuple[_Work, ...]], ...] = (  # of 
     ((("B", 1), ("F", 1), ("F", 0), ("B", 0)), _FORWARDS),
     (_FORWARDS, _FORWARDS),
 )
-_FOLDED_SHARES = (0.5, 0.0)  # of a W, that must fit into a wait
+_FOLDED_SHARES = (0.5, 0.0)  # of a W that must fit into a wait
 
 
 class _Way(NamedTuple):
-    """One way to choose: the preferences of the ranks, and how much of a W must fit into a wait."""
+    """One policy to try: the preferences of the ranks, and the share of a W that must fit into a wait."""
 
     preferences: tuple[tuple[_Work, ...], tuple[_Work, ...]]
     share: float
 
 
 def folded_orders(pp: int, num_microbatches: int, costs: StageCosts) -> tuple[Order, ...]:
-    """Of each of ``pp`` ranks its F, B and W; ``costs``: of each of the 2·pp stages."""
+    """Return the zero_bubble_v orders of ``pp`` ranks; ``costs`` of each of the 2·pp stages."""
     return _orders(pp, num_microbatches, costs.ticks)
 
 
@@ -216,22 +219,22 @@ def _orders(pp: int, num_microbatches: int, costs: tuple[tuple[int, ...], ...]) 
     few = min(num_microbatches, 4 * pp)
     tried = [_FoldedRanks(pp, few, costs, way) for way in ways]
     best = min(range(len(ways)), key=lambda at: max(tried[at].free))
-    found = tried[best] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, ways[best])
-    return tuple(map(tuple, found.done))
+    ranks = tried[best] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, ways[best])
+    return tuple(map(tuple, ranks.done))
 
 
 class _FoldedRanks(_Timeline):
-    """Owns how far each rank is with each kind of work."""
+    """The simulation of zero_bubble_v: ``counts`` of started microbatches for each rank and kind of work."""
 
     def __init__(self, pp: int, num_microbatches: int, costs: tuple[Sequence[int], ...], way: _Way) -> None:
         super().__init__(costs, pp, way.share, V)
         self.num_microbatches, self.last = num_microbatches, 2 * pp - 1
         self.preferred = [way.preferences[rank >= max(1, pp // 2)] for rank in range(pp)]
         self.counts: list[dict[_Work, int]] = [dict.fromkeys(_WORK, 0) for _ in range(pp)]
-        self.places = [2 * pp] * pp  # places for saved tensors of one microbatch on one chunk, not yet reserved
+        self.places = [2 * pp] * pp  # free places; each holds the saved tensors of one microbatch on one chunk
         self.run()
         all_ran = all(count == num_microbatches for counts in self.counts for count in counts.values())
-        assert all_ran, "a microbatch that is let in has a place on every chunk"
+        assert all_ran, "an admitted microbatch has a place on every chunk"
 
     def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
         ready = {work: at for work in self.preferred[rank] if (at := self._ready(rank, work)) is not None}
@@ -248,7 +251,7 @@ class _FoldedRanks(_Timeline):
         self.places[rank] -= 2 * (kind == "F" and chunk == 0)
 
     def _ready(self, rank: int, work: _Work) -> int | None:
-        """When the rank's next microbatch of ``work`` can start; None while that is unknown, or if it has no place."""
+        """Return when the rank's next microbatch of ``work`` can start; None while unknown, or without a free place."""
         (kind, chunk), microbatch = work, self.counts[rank][work]
         stage = self.stages[rank][chunk]
         if microbatch == self.num_microbatches:
