@@ -122,7 +122,8 @@ def loses_logits(node: fx.Node) -> bool:
         return False
     while logits.target in RESHAPES and len(logits.users) == 1 and isinstance(logits.args[0], fx.Node):
         logits = logits.args[0]
-    dtypes = {node.meta["val"].dtype for node in (logits, *logits.all_input_nodes[:1])}
-    is_cast = logits.target is aten.to.dtype and len(dtypes) == 2
-    makes = is_cast or logits.target in WITH_WEIGHT or logits.target is aten.add.Tensor
+    if logits.target is aten.to.dtype:
+        makes = logits.meta["val"].dtype != logits.all_input_nodes[0].meta["val"].dtype
+    else:
+        makes = logits.target in WITH_WEIGHT or logits.target is aten.add.Tensor
     return makes and len(logits.users) == 1

@@ -1,5 +1,6 @@
 """Biases go back into products where nothing stands between; devices are the rank's; what nobody reads goes."""
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from torch import fx, nn
 
 from passes.base import StageGraph
 from passes.ops import collectives
-from passes.peephole import drop_unread, fuse_bias, overwrite_logits, place_devices
+from passes.peephole import drop_unread, fuse_bias, loses_logits, overwrite_logits, place_devices
 from passes.types.types import I, Placement, V
 from tests.models.tiny import planned
 from tests.tools.graphs import bare_context, shown, stage_after
@@ -117,3 +118,14 @@ def test_a_loss_takes_the_memory_of_logits_that_only_it_reads():
 @pytest.mark.parametrize("changes", [{"read_twice": True}, {"dtype": torch.bfloat16}, {"classes": False}])
 def test_logits_stay_where_others_read_them_or_the_loss_needs_another_memory(changes):
     assert "aten.cross_entropy_loss(" in with_loss(**changes)
+
+
+def test_logits_that_are_one_of_several_results_stay():
+    graph = fx.Graph()
+    x, target = graph.placeholder("x"), graph.placeholder("target")
+    x.meta, target.meta = ({"val": torch.empty(*shape, device="meta")} for shape in ((2, 6, 5), (6,)))
+    parts = graph.call_function(aten.unbind.int, (x,))
+    parts.meta = {"val": list(x.meta["val"].unbind())}
+    rows = graph.call_function(operator.getitem, (parts, 0))
+    rows.meta = {"val": parts.meta["val"][0]}
+    assert not loses_logits(graph.call_function(aten.cross_entropy_loss.default, (rows, target)))
