@@ -30,12 +30,12 @@ SELECTION_FIX = (
 
 
 def not_captured(what: str, where: Where, fix: str = FIX) -> PlanError:
-    """The refusal of a forward that export cannot follow."""
+    """Return the refusal of a forward that export cannot follow."""
     return PlanError(f"the model cannot be captured: {what}", where=where, fix=fix)
 
 
 def depends_on_data(error: PlanError) -> bool:
-    """Whether a refusal is of a branch, a shape or a number that depends on the values of tensors."""
+    """Return whether a refusal is of a branch, a shape or a number that depends on the values of tensors."""
     return error.fix == FIX or "data-dependent" in error.what or "read from a tensor" in error.what
 
 
@@ -47,12 +47,12 @@ def refuse_dynamic_shapes(module: fx.GraphModule) -> None:
 
 
 def shape_of_data(node: fx.Node) -> PlanError:
-    """The refusal of a call with a shape that depends on data."""
+    """Return the refusal of a call with a shape that depends on data."""
     return not_captured(f"the output shape of {name_of(node)} depends on data", where_of(node))
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
-    """Raise PlanError if Python computes with a number that was read out of a tensor."""
+    """Raise PlanError if Python computes with a number that was read from a tensor."""
     for node in calls_in(module):
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             fix = "compute with the tensor itself, without .item() or int()"

@@ -1,11 +1,11 @@
-"""Does a capture compute what the model does? A forward can find out that it is traced in ways that no list knows.
+"""Compare the capture with the model in eager mode: a forward can detect tracing in ways that no list has.
 
     eager loss        model(**batch), nothing replaced
     captured loss     the canonical graph on the same weights and the same batch
 
-planner.capture.python.eager_answers has the known ways. A small model with weights is run on its own values. Where the
-forward branches on tracing, drawn ones do as well, in float64: so a model on the meta device is compared too, and one
-that is captured in another dtype than its own. Its batches together take both sides of a branch on a value:
+planner.capture.python.eager_answers has the known ways. A small model with weights runs on its own values. If the
+forward branches on tracing, drawn weights in float64 are enough: they also serve for a model on the meta device, and
+for a capture in another dtype than the model's. The batches together take both sides of a branch on a value:
 
     if not is_tracing(x) and (x == 0).all(): mask = None        eager mode skips a mask that masks nothing
 
@@ -43,7 +43,7 @@ _FIX = "compute the same with and without tracing: do not test for tracing or fo
 
 
 class _Truths(TorchDispatchMode):
-    """The truths that a forward reads from tensors in eager mode, by line."""
+    """Notes the truth values that a forward reads from tensors in eager mode, by line."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Truths(TorchDispatchMode):
 
 
 class _Trials:
-    """Owns the truths that forwards have read, by line. ``values``: drawn weights; else the model's own."""
+    """Owns the truth values that forwards have read, by line. ``values``: drawn weights; None: the model's own."""
 
     def __init__(self, model: nn.Module, program: Program, values: dict[str, Tensor] | None = None) -> None:
         self.model, self.program, self.values = model, program, values
@@ -68,7 +68,7 @@ class _Trials:
         return all(len(answers) == 2 for answers in self.read.values())
 
     def losses(self, batch: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """In eager mode and captured, without gradients. None if a forward fails on these values, or draws numbers."""
+        """Return the losses in eager mode and as captured; none if a forward fails, or draws random numbers."""
         model, truths, before, values = self.model, _Truths(self.model), torch.get_rng_state(), self.values
         with _put_back(model), in_eager_mode(), nullcontext() if values is None else caches_off(model), truths:
             eager = _scalars(lambda: model(**batch) if values is None else functional_call(model, values, (), batch))
@@ -96,8 +96,8 @@ class _Trials:
 
 
 def refuse_another_forward(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> bool:
-    """Raise PlanError if the captured loss differs. Returns whether it was compared on batches that together take each
-    branch on a value in eager mode.
+    """Raise PlanError if the captured loss differs from that in eager mode. Return whether they were compared on
+    batches that together take each side of every branch on a value.
     """
     if not _can_run(model, inputs, DEAR if program.traced else CHEAP):
         return False
@@ -137,7 +137,7 @@ def _can_run(model: nn.Module, inputs: Mapping[str, Tensor], most: int) -> bool:
 
 
 def _has(losses: list[Tensor], captured: Tensor) -> bool:
-    """Whether the captured loss is one of those of a forward, which may be infinite in both."""
+    """Return whether the captured loss is among those of a forward; it may be infinite in both."""
     return any(_is_close(loss, captured, TOLERANCE.get(loss.dtype, 1e-2), equal_nan=True) for loss in losses)
 
 
@@ -146,7 +146,7 @@ def _is_close(loss: Tensor, other: Tensor, tolerance: float, *, equal_nan: bool)
 
 
 def agrees_on_both_sides(model: nn.Module, inputs: Mapping[str, Tensor], program: Program) -> bool:
-    """Whether eager mode has the loss of the graph, on drawn weights, and batches took each branch on a value."""
+    """Return whether both losses are equal on drawn weights, on both sides of each branch on a value."""
     values, tokens = _drawn_values(model), sum(tensor.numel() for tensor in inputs.values())
     if values is None or sum(v.numel() for v in values.values()) * tokens > DEAR:
         return False
@@ -161,7 +161,7 @@ def agrees_on_both_sides(model: nn.Module, inputs: Mapping[str, Tensor], program
 
 
 def _drawn_values(model: nn.Module) -> dict[str, Tensor] | None:
-    """By name: parameters are drawn, buffers their own; None if there are too many, or one is no dense real tensor."""
+    """Return drawn parameters and own buffers, by name; None if they are too large, or not dense and real."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     is_plain = all(t.layout is torch.strided and not t.is_complex() for t in tensors.values())
     if not is_plain or sum(t.numel() for t in tensors.values()) > MOST_ELEMENTS:
@@ -174,7 +174,7 @@ def _drawn_values(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _drawn(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Vectors, such as the weights of norms, near 1; rows of matrices with a norm near 1."""
+    """Draw a parameter: vectors, such as the weights of norms, near 1; rows of matrices with a norm near 1."""
     if not parameter.is_floating_point():
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     noise = drawn(parameter, generator)
@@ -206,7 +206,7 @@ def _counting(tensor: Tensor) -> Tensor:
 
 
 def _scalars(run: Callable[[], Any]) -> list[Tensor]:
-    """The numbers among the outputs; none if it fails, as it may on unusual values."""
+    """Return the scalars among the outputs of ``run``; none if it fails, as it may on unusual values."""
     try:
         found = tensors_in(plain_structure(run()))
     except Exception:
@@ -216,7 +216,7 @@ def _scalars(run: Callable[[], Any]) -> list[Tensor]:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """The model, and all generators of random numbers, as they were."""
+    """Restore the model, and all random generators, afterwards."""
     state, buffers = PythonState(model), [(b, b.detach().clone()) for b in model.buffers()]
     try:
         with python_generators_kept(), torch.random.fork_rng(devices=[]), registry_kept(model.modules()):

@@ -72,15 +72,15 @@ def capture(
     is_known: bool = False,
     earlier: Earlier | None = None,
 ) -> Program:
-    """Export ``model(**inputs)`` (one microbatch) and bring it into canonical form.
+    """Export ``model(**inputs)`` (one microbatch) and return it in canonical form.
 
-    Ops without a rule are written out if that helps. ``dtype`` casts floating parameters, buffers and inputs (None
-    keeps the model's own). ``is_known``: for a model that was captured at another batch size before, when its Python
-    side was checked: exported once, for its graph alone. ``earlier``: captures at other sizes, from the first of which
-    this one may follow without an export.
+    Ops without a rule are written out if that helps. ``dtype`` casts floating-point parameters, buffers and inputs
+    (None keeps the model's own). ``is_known``: the Python side of the model was checked in a capture at another batch
+    size, so that only the graph is needed. ``earlier``: captures at other sizes; if possible, this one is derived from
+    the first, without an export.
 
-    Raises PlanError if the model cannot be traced or would not train as traced, naming the user's line, and if no
-    output is a loss.
+    Raises PlanError if the model cannot be traced or would not train as traced, with the source line, and if no output
+    is a loss.
     """
     refuse_gradient_hooks(model)
     refuse_parameters(model)
@@ -161,7 +161,7 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
 
 
 def _constant(value: Any, exchange: Exchange) -> Any:
-    """The value of a lifted constant; one of the model's on meta has none."""
+    """Return the value of a lifted constant, without memory if the model's tensor is on meta."""
     owner = exchange.original(value) if isinstance(value, torch.Tensor) else None
     if owner is not None and isinstance(value, FakeTensor) and exchange.values(owner).is_meta:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -171,8 +171,8 @@ def _constant(value: Any, exchange: Exchange) -> Any:
 def _functional(
     exported: torch.export.ExportedProgram, held: Mapping[str, HeldTensor]
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
-    """Without ops that write into their arguments, and without vmap; and the placeholders written to, with the nodes of
-    their last values.
+    """Remove ops that write into their arguments, and vmap. Return the export, and the last value of each placeholder
+    that it wrote to, by name.
     """
     module = exported.graph_module
     views_for_memory(module)
@@ -201,7 +201,7 @@ def _decomposed(exported: torch.export.ExportedProgram, where: Where) -> torch.e
 
 
 def _is_of_vmap(call: fx.Node) -> bool:
-    """Whether the call begins or ends torch.vmap; in between, the export recorded ops on single rows."""
+    """Return whether the call begins or ends torch.vmap; in between, the export recorded ops on single rows."""
     return "vmap" in getattr(call.target, "__name__", "")
 
 
@@ -257,13 +257,13 @@ def _program(
 
 
 def _fixed_values(asked: _Asked) -> dict[str, torch.Tensor]:
-    """Buffers and frozen parameters by dotted name, in the dtype of the capture."""
+    """Return buffers and frozen parameters by dotted name, in the dtype of the capture."""
     fixed = fixed_tensors(asked.model)
     return {n: v.detach().to(asked.dtype if v.is_floating_point() else None) for n, v in fixed.items()}
 
 
 def _merge_tied(program: Program) -> None:
-    """One placeholder for a tied parameter, whichever of its names the forward went through."""
+    """Merge the placeholders of a tied parameter that the forward read under several names."""
     first: dict[str, fx.Node] = {}
     for node in program.graph.graph.find_nodes(op="placeholder"):
         fqn = program.parameters.get(node.name)
@@ -275,7 +275,7 @@ def _merge_tied(program: Program) -> None:
 
 
 def _keep_only_the_loss(program: Program) -> None:
-    """Training reads no other output: calls that only feed logits or hidden states for the caller are dropped."""
+    """Drop all outputs but the loss, and the calls that only feed the others: training does not read them."""
     output = program.graph.graph.output_node()
     name = next(n for n, position in program.outputs.items() if output.args[0][position].name == program.loss)  # pyright: ignore
     output.args = ((program.node(program.loss),),)
@@ -285,7 +285,7 @@ def _keep_only_the_loss(program: Program) -> None:
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Every dotted name → the first name of the same tensor, and the aliases alone."""
+    """Return every dotted name → the first name of the same tensor, and the aliases alone."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,10 +1,10 @@
-"""Ops that write into their arguments become ops that make new values; later readers read those.
+"""Replace ops that write into their arguments by ops that return new values, which later readers read.
 
     y = x[:, 0]; y.add_(1); use(x)      →      y' = y + 1;  x' = select_scatter(x, y', 1, 0);  use(x')
 
-Every value is seen as a row of views of one root. A write to a view is carried back into the root by the inverse of
-each view, and later reads of another view of that root use the new root. For unknown writes, torch.export can do the
-same by tracing everything a second time (``run_decompositions``).
+Every value is a sequence of views of one root. A write to a view is applied to the root by the inverse of each view,
+and later reads of another view of that root use the new root. For unknown writes, torch.export does the same by
+tracing everything a second time (``run_decompositions``).
 """
 
 import operator
@@ -24,7 +24,7 @@ from planner.capture.data_dependence import shape_of_data
 
 
 class UnknownWrite(Exception):
-    """A write of unknown kind, at the line ``where``: the full graph is left to PyTorch."""
+    """A write that this file cannot make functional, at the line ``where``: PyTorch then rewrites the whole graph."""
 
     where = Where()
 
@@ -55,7 +55,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def make_functional(module: fx.GraphModule) -> dict[str, str]:
-    """Rewrite ``module`` in place; returns its written placeholders and the nodes of their last values, by name.
+    """Rewrite ``module`` in place; return its written placeholders and the nodes of their last values, by name.
 
     Raises UnknownWrite, with ``module`` unchanged, if a write is not known.
     """
@@ -65,7 +65,7 @@ def make_functional(module: fx.GraphModule) -> dict[str, str]:
 
 
 def functional_graph(module: fx.GraphModule) -> tuple[fx.Graph, dict[str, str]]:
-    """The result of ``make_functional``, in a graph of its own."""
+    """Return what ``make_functional`` would make of ``module``, as a graph of its own."""
     rewriter = _Rewriter()
     try:
         written = rewriter.run(module)
@@ -76,22 +76,22 @@ def functional_graph(module: fx.GraphModule) -> tuple[fx.Graph, dict[str, str]]:
 
 
 class _Root:
-    """A piece of memory: ``value`` is its newest content, ``version`` counts the writes to it."""
+    """A piece of memory. ``value``: its current content; ``version`` counts the writes to it."""
 
     def __init__(self, value: fx.Node) -> None:
         self.value, self.version = value, 0
 
 
 class _View:
-    """A value of the old graph: its root, and the calls that make it from the root (outermost last)."""
+    """A value of the old graph: its root, and the calls that make it from the root, in their order."""
 
     def __init__(self, root: _Root, calls: tuple[fx.Node, ...], node: fx.Node) -> None:
         self.root, self.calls, self.node, self.version = root, calls, node, root.version
 
 
 class _Rewriter:
-    """Owns the new graph; ``views`` knows each tensor of the old one, ``plain`` everything else. ``at``: the call that
-    is rewritten.
+    """Owns the new graph. ``views``: each tensor of the old graph; ``plain``: all other values. ``at``: the current
+    call.
     """
 
     at: fx.Node
@@ -129,7 +129,7 @@ class _Rewriter:
         return view.node
 
     def _replay(self, root: fx.Node, calls: tuple[fx.Node, ...]) -> list[fx.Node]:
-        """The root, and each call's result from the one before."""
+        """Return the root, and each call's result from the one before."""
         made = [root]
         for call in calls:
             target, args, kwargs = _as_one_call(call)
@@ -155,7 +155,7 @@ class _Rewriter:
         self.views[node] = _View(view.root, view.calls, self._read(x))
 
     def _fitting(self, node: fx.Node, value: fx.Node, old: Tensor) -> fx.Node:
-        """A write keeps the dtype and the shape of its target."""
+        """Cast and expand a written value to the dtype and the shape of its target."""
         made = value.meta["val"]
         if made.dtype != old.dtype:
             value = self._emit(node, aten.to.dtype, (value, old.dtype), {}, made.to(old.dtype))
@@ -164,7 +164,7 @@ class _Rewriter:
         return value
 
     def _put_back(self, call: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-        """``base`` with the view ``call`` of it replaced by ``part``."""
+        """Return ``base`` with its view ``call`` replaced by ``part``."""
         target, args, kwargs = _as_one_call(call)
         whole = base.meta["val"]
         if target in RESHAPES:
@@ -193,7 +193,7 @@ class _Rewriter:
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """The node that owns the memory of ``node``."""
+    """Return the node of which ``node`` is a view; None if it has memory of its own."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return None
@@ -207,13 +207,13 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 
 def written_to(node: fx.Node) -> list[fx.Node]:
-    """The values that a call writes into."""
+    """Return the values that a call writes into."""
     given = arguments(node) if is_write(node) else {}
     return [n for name, value in given.items() if name in written_by(node.target) for n in nodes_in(value)]
 
 
 def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(op, arguments, keywords) of a view; a piece of a split is a slice, one of an unbind a selection."""
+    """Return (op, arguments, keywords) of a view; a piece of a split is a slice, one of an unbind a selection."""
     if node.target is not operator.getitem:
         return node.target, tuple(node.args), dict(node.kwargs)
     source: Any = node.args[0]
@@ -232,7 +232,7 @@ def _as_one_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _functional_op(target: Any) -> Callable[[_Rewriter, fx.Node, fx.Node], fx.Node] | None:
-    """How the value that ``target`` would have written is made."""
+    """Return the function that emits the value that ``target`` would have written; None if it is unknown."""
     if draws(target) and target is not aten.dropout_.default:
         return None
     name, overload = target._opname, target._overloadname or "default"

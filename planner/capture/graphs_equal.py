@@ -1,11 +1,10 @@
-"""Do two captures compute the same? Calls are compared, and values if a model keeps results.
+"""Compare two captures: by their calls, and by values if a model keeps results.
 
     first call     freqs = outer(positions, inverse); self.cache[:n] = freqs; use(freqs)
     next call      use(self.cache[:n])                                          other calls, the same numbers
 
-Values without a batch tensor or parameter as input are computed, with buffers as the previous call left them; the rest
-is equal if the same ops are applied to the same operands, down to those values. Two graphs are equal if their results
-are.
+Values that depend on no batch tensor or parameter are computed, with the buffers that the previous call left. All other
+values are equal if they apply the same ops to equal operands. Two graphs are equal if their results are.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ MOST_ELEMENTS = 1 << 24
 
 
 def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: Mapping[str, Tensor]) -> fx.Node | None:
-    """The call of ``first`` with which ``second`` differs; None if both compute the same.
+    """Return the call of ``first`` with which ``second`` differs; None if both compute the same.
 
     ``buffers``: by dotted name, their values before the first call, and those of frozen parameters.
     """
@@ -46,7 +45,7 @@ def first_difference(first: ExportedProgram, second: ExportedProgram, buffers: M
 
 
 def comes_to_rest(exported: ExportedProgram, written: Mapping[str, str], buffers: Mapping[str, Tensor]) -> bool:
-    """Whether a second call, with buffers as the first one leaves them, computes the same and leaves them so.
+    """Return whether a second call, with the buffers that the first one leaves, computes the same and leaves them so.
 
     ``exported`` is functional; ``written``: placeholder → the node of its last value; ``buffers`` as in
     ``first_difference``.
@@ -58,7 +57,7 @@ def comes_to_rest(exported: ExportedProgram, written: Mapping[str, str], buffers
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers and frozen parameters by dotted name."""
+    """Return buffers and frozen parameters by dotted name."""
     return {**dict(model.named_buffers()), **{n: p for n, p in model.named_parameters() if not p.requires_grad}}
 
 
@@ -80,7 +79,7 @@ def _first_other_call(first: fx.Graph, second: fx.Graph) -> fx.Node | None:
 
 
 def _reader_of_another_constant(first: ExportedProgram, second: ExportedProgram) -> fx.Node | None:
-    """The same calls may read other constants: ``torch.tensor(self.calls)`` is one."""
+    """Return a reader of a constant that differs, as ``torch.tensor(self.calls)`` in equal calls."""
     own, other = (_held_values(exported, {}) for exported in (first, second))
     for holder in first.graph.find_nodes(op="placeholder"):
         name = holder.name
@@ -94,8 +93,8 @@ def _words(node: fx.Node) -> tuple[str, ...]:
 
 
 class _Keys(Keys):
-    """Of one capture: known values have the key of their content. ``held``: by placeholder, before the call; ``left``:
-    after it, those of the placeholders ``written``, if known.
+    """Keys of one capture: that of a known value is its content. ``held``: values of placeholders before the call;
+    ``left``: those of the placeholders ``written`` after it, if known.
     """
 
     def __init__(
@@ -115,14 +114,14 @@ class _Keys(Keys):
 
     @property
     def changes(self) -> bool:
-        """Whether a result is made of a placeholder that the call leaves with another value, or with an unknown one."""
+        """Return whether a result depends on a placeholder that the call leaves with another, or unknown, value."""
         both = self.left.keys() & self._held.keys()
         kept = {holder for holder in both if fingerprint(self.left[holder]) == fingerprint(self._held[holder])}
         read = ancestors(self._graph.output_node().all_input_nodes)
         return any(node.name in self._written.keys() - kept for node in read)
 
     def buffers_after(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``buffers``, by dotted name, as the call leaves them; without those of which that is not known."""
+        """Return ``buffers``, by dotted name, after the call; without those with unknown values."""
         of_holder = {self._names[holder]: self.left.get(holder) for holder in self._written if holder in self._names}
         left = {name: of_holder.get(name, value) for name, value in buffers.items()}
         return {name: value for name, value in left.items() if value is not None}
@@ -136,7 +135,7 @@ class _Keys(Keys):
         return f"{node.name} {self._names.get(node.name)}" if node.op == "placeholder" else super()._made(node)
 
     def _value(self, node: fx.Node) -> Any:
-        """The value, if known: constants, buffers, and values made of them alone."""
+        """Return the value, if known: of constants, buffers, and values computed from them alone."""
         if node.op == "placeholder":
             return self._held.get(node.name)
         if not follows(node) or any(n not in self.values for n in node.all_input_nodes):
@@ -154,7 +153,7 @@ def _called(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> _Keys:
 
 
 def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Placeholder → value, of constants, buffers and frozen parameters that have one."""
+    """Return placeholder → value, of constants, buffers and frozen parameters that have one."""
     signature = exported.graph_signature
     named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     kept = [(name, buffers.get(target)) for name, target in named.items()]
@@ -164,7 +163,7 @@ def _held_values(exported: ExportedProgram, buffers: Mapping[str, Tensor]) -> di
 
 
 def fingerprint(value: Tensor) -> str:
-    """Equal for tensors on the CPU of one dtype, shape and values."""
+    """Return a hash that is equal for CPU tensors of one dtype, shape and content."""
     plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     digest = hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode())
     digest.update(plain.contiguous().flatten().view(torch.uint8).numpy().data if plain.numel() else b"")
@@ -172,14 +171,14 @@ def fingerprint(value: Tensor) -> str:
 
 
 def drawn(value: Tensor, generator: torch.Generator) -> Tensor:
-    """A value of this shape: floats in float64; integers 0 and 1, which are ids, labels and masks alike."""
+    """Draw a value of this shape: floats in float64; integers 0 and 1, which are ids, labels and masks alike."""
     if value.is_floating_point():
         return torch.randn(value.shape, generator=generator, dtype=torch.float64)
     return torch.randint(2, value.shape, generator=generator).to(value.dtype)
 
 
 class InFloat64(fx.Interpreter):
-    """Runs a graph in float64: its inputs are cast, and so is each call that names another float."""
+    """Runs a graph in float64: casts its inputs, and replaces each floating-point dtype among arguments."""
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return widened(super().placeholder(target, args, kwargs))
@@ -191,5 +190,5 @@ class InFloat64(fx.Interpreter):
 
 
 def widened(value: Any) -> Any:
-    """A tensor of floats in float64; any other value unchanged."""
+    """Return a floating-point tensor in float64; any other value unchanged."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,8 +1,8 @@
-"""Rules by trial, for ops that have none: which dims of a call are computed by themselves, or summed over.
+"""Infer rules of ops by trials: dims of a call that are independent, or summed over.
 
 The call runs on random values of its shapes (large leading dims cut down), then on the parts of each dim that could be
-a factor. A factor is claimed if result and gradients agree on values around zero, on positive ones and on large ones,
-also where one half is far larger than the other. Every other dim is mixed.
+a factor. A factor is accepted if result and gradients agree on values around zero, on positive and on large values,
+also if one half is far larger than the other. Every other dim is mixed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ T = TypeVar("T")
 
 
 def infer_rules(program: Program) -> None:
-    """Note in ``meta["inferred"]`` the pattern of each call without a rule that a trial could run.
+    """Write into ``meta["inferred"]`` the pattern of each call without a rule that a trial could run.
 
-    A call that computes something else where its operands lie otherwise in memory gets contiguous ones. Raises
-    PlanError if they were not so in the capture.
+    A call that computes something else when its operands have other strides gets contiguous ones. Raises PlanError if
+    they were not contiguous in the capture.
     """
     known: dict[Any, tuple[Pattern | None, bool]] = {}
     for node in list(program.graph.graph.nodes):
@@ -68,7 +68,7 @@ def infer_rules(program: Program) -> None:
 
 
 def inferred(node: fx.Node) -> Pattern | None:
-    """None if the call fails in every trial, or no dim of it is a factor."""
+    """Return the pattern of a call; None if every trial fails, or no dim of it is a factor."""
 
     def pattern(trial: _Trial) -> Pattern | None:
         with on_the_side():
@@ -97,7 +97,7 @@ def _lay_out_operands(node: fx.Node) -> None:
 
 
 def _first(node: fx.Node, run: Callable[[_Trial], T | None]) -> T | None:
-    """What ``run`` gives of the first trial in which the call runs and ``run`` gives anything."""
+    """Return the result of ``run`` for the first trial that runs and for which it is not None."""
     shapes = tuple(Shape.of(n.meta["val"], True) for n in operands_of(node))
     use = Application(node.target, shapes, where_of(node))  # pyright: ignore[reportArgumentType]
 
@@ -112,7 +112,7 @@ def _first(node: fx.Node, run: Callable[[_Trial], T | None]) -> T | None:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """PyTorch's own ops without a rule count something, as a rule: they matter only if gradients pass."""
+    """Return whether a call needs a trial: ops of PyTorch without a rule only if gradients pass through them."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace == "aten" and not any(n.meta.get("grad") for n in node.all_input_nodes):
@@ -125,7 +125,7 @@ def _is_unknown(node: fx.Node) -> bool:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    """Equal for calls that need only one trial."""
+    """Return a key that is equal for calls that need only one trial."""
     given = fx.map_arg(
         (node.args, dict(node.kwargs)),  # pyright: ignore[reportArgumentType]
         lambda n: f"{list(n.meta['val'].shape)} {n.meta['val'].stride()} {n.meta['val'].dtype}",
@@ -143,7 +143,7 @@ def _trial(node: fx.Node, use: Application) -> _Trial:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A call at one size and precision. ``result``: the shape of its result."""
+    """One call at one size and precision. ``result``: the shape of its result."""
 
     node: fx.Node
     use: Application
@@ -155,7 +155,7 @@ class _Trial:
         return tuple(shape.sizes for shape in self.use.shapes)
 
     def factors(self) -> list[Factor]:
-        """Those of dims of the result, and then those that are summed over."""
+        """Return the factors of dims of the result, then those that are summed over."""
         found: list[Factor] = []
         for dim, size in enumerate(self.result):
             found += self._first(_possible(self.shapes, size, found, Factor(EACH, size, (Place(RESULT, dim),))))
@@ -199,7 +199,7 @@ class _Trial:
 
 
 def _possible(shapes: Shapes, size: int, found: list[Factor], factor: Factor) -> Iterator[Factor]:
-    """``factor`` with a place at one free dim of its size in each operand, or none there; in most operands first."""
+    """Yield ``factor`` with one free dim of its size, or none, in each operand; in most operands first."""
     taken = {(p.operand, p.dim) for f in found for p in f.places}
     free = [[Place(i, d) for d, n in enumerate(s) if n == size and (i, d) not in taken] for i, s in enumerate(shapes)]
     chosen = itertools.product(*([*places, None] for places in free)) if size > 1 else ()
@@ -210,7 +210,7 @@ def _possible(shapes: Shapes, size: int, found: list[Factor], factor: Factor) ->
 
 
 def _pattern(shapes: Shapes, result: tuple[int, ...], factors: list[Factor]) -> Pattern:
-    """A letter for each factor, and one for each dim that has none."""
+    """Return the pattern with a letter for each factor, and one for each dim that has none."""
     letters = (chr(ord("a") + i % 26) + str(i // 26 or "") for i in itertools.count())
     words = {(p.operand, p.dim): word for f, word in zip(factors, letters, strict=False) for p in f.places}
     roles = {words[f.places[0].operand, f.places[0].dim]: f.role for f in factors}

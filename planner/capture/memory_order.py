@@ -1,10 +1,10 @@
-"""Calls that name places in memory become views of the tensor itself, because its parts lie elsewhere in memory.
+"""Replace calls that name places in memory by views of the tensor: shards of a tensor have other places.
 
     x.as_strided(sizes, strides)    →  slice, unflatten, unfold, diagonal, permute, expand of x
     x.set_(y), x.resize_(sizes) …   →  y, and a part of x, if nothing reads the old x
 
-In a capture strides and offsets are known. An axis is a dim of x, or several dims that lie in one row; each dim of
-the result moves along axes by a number of steps. Axes are joined only where a move passes the end of one.
+In a capture strides and offsets are known. An axis is a dim of x, or several dims that are one row in memory; each dim
+of the result moves along axes by a number of steps. Axes are joined only if a move passes the end of one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIX = "write this part with slices, reshape, unfold, diagonal, or an index (`x[:
 
 
 def views_for_memory(module: fx.GraphModule) -> None:
-    """Rewrite each such call of ``module``. Raises PlanError at one that is no view of a tensor."""
+    """Rewrite each call of ``module`` that names places in memory. Raises PlanError if one is no view of a tensor."""
     for node in [n for n in module.graph.nodes if n.target in OF_MEMORY]:
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(_rewritten(node), propagate_meta=False)
@@ -54,7 +54,7 @@ def _rewritten(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a tensor lie in memory."""
+    """The places of a tensor's elements in memory."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -79,18 +79,18 @@ class Layout:
 
     @property
     def _moves(self) -> tuple[Any, ...]:
-        """The stride of a dim of one element says nothing."""
+        """The layout without the strides of dims of one element, which have no meaning."""
         return self.sizes, self.start, [s for n, s in zip(self.sizes, self.strides, strict=True) if n != 1]
 
     def holds(self, other: Layout) -> bool:
-        """Whether each place of ``other`` is one of this."""
+        """Return whether this layout has every place of ``other``."""
         places = torch.zeros(max(self.end, other.end), dtype=torch.bool)
         places.as_strided(self.sizes, self.strides, self.start).fill_(True)
         return bool(places.as_strided(other.sizes, other.strides, other.start).all())
 
 
 def _seen_as(node: fx.Node, x: fx.Node, asked: Layout) -> fx.Node:
-    """``x`` seen in the layout ``asked``; or the tensor of which ``x`` is a view, if ``x`` holds all that is asked."""
+    """Return ``x``, or the tensor of which it is a view, in the layout ``asked``; ``x`` must hold all of it."""
     own, stops = Layout.of(x.meta["val"]), False
     for base in _owners(x):
         between = takewhile(lambda owner, base=base: owner is not base, _owners(x))
@@ -105,7 +105,7 @@ def _seen_as(node: fx.Node, x: fx.Node, asked: Layout) -> fx.Node:
 
 
 def _owners(x: fx.Node) -> Iterator[fx.Node]:
-    """``x``, the tensor of which it is a view, and so on."""
+    """Yield ``x``, the tensor of which it is a view, and so on."""
     yield x
     while (source := _source(x)) is not None:
         yield (x := source)
@@ -117,14 +117,14 @@ def _source(x: fx.Node) -> fx.Node | None:
 
 
 def views_of(whole: Tensor, asked: Layout) -> Views | None:
-    """By which views ``whole`` is seen in the layout ``asked``; None if there are none."""
+    """Return the views by which ``whole`` gets the layout ``asked``; None if there are none."""
     row = _Row(whole)
     is_seen = Layout.of(whole) == asked or (0 not in asked.sizes and row.move(asked))
     return tuple(row.made) if is_seen else None
 
 
 def seen_through(x: fx.Node, views: Iterable[tuple[Any, tuple[Any, ...]]], meta: Mapping[str, Any]) -> fx.Node:
-    """The last of the calls that make ``views`` of ``x``, where the graph inserts. ``meta``: of each, but its value."""
+    """Insert calls that make ``views`` of ``x``, and return the last one. ``meta``: of each call, without its value."""
     for target, args in views:
         val = target(x.meta["val"], *args)
         x = x.graph.call_function(target, (x, *args))
@@ -134,7 +134,7 @@ def seen_through(x: fx.Node, views: Iterable[tuple[Any, tuple[Any, ...]]], meta:
 
 @dataclass
 class _Axis:
-    """Dims of a tensor that lie in one row in memory, the outermost first."""
+    """Adjacent dims of a tensor that are one row in memory, the outermost first."""
 
     size: int
     stride: int
@@ -150,7 +150,7 @@ class _Move:
 
 
 class _Row:
-    """View after view of a tensor, the last is ``at``. ``names``: the dim of the result that each dim of it becomes."""
+    """Views of a tensor, one of the other; ``at``: the last. ``names``: the dim of the result for each of its dims."""
 
     def __init__(self, at: Tensor) -> None:
         self.at, self.names, self.made = at, list[int](), list[tuple[Any, tuple[Any, ...]]]()
@@ -164,7 +164,7 @@ class _Row:
         return [int(n) for n in self.at.shape]
 
     def move(self, asked: Layout) -> bool:
-        """Whether the layout is reached; the strides of the views prove it."""
+        """Return whether the layout is reached; the strides of the views prove it."""
         given = Layout.of(self.at)
         axes, order = _axes(given)
         found = _along(axes, asked, asked.start - given.start) if axes is not None else None
@@ -187,7 +187,7 @@ class _Row:
         self.names = [-1] * len(axes)
 
     def _open(self, at: int, start: int, moves: list[_Move]) -> None:
-        """Dim ``at`` becomes a dim for each move along it, the longest step first."""
+        """Replace dim ``at`` by a dim for each move along it, the longest step first."""
         names = self.names
         if not moves:
             self.add(aten.select.int, at, start)
@@ -234,9 +234,9 @@ class _Row:
 
 
 def _axes(given: Layout) -> tuple[list[_Axis] | None, list[int]]:
-    """The dims by their strides, largest first; None if elements share memory otherwise than by an expanded dim.
+    """Return the dims by their strides, largest first; None if elements share memory otherwise than by an expanded dim.
 
-    A dim of one element is left out where it has no place among the others.
+    A dim of one element is omitted if it does not fit between the others.
     """
     dims = [d for d, n in enumerate(given.sizes) if n > 1 and given.strides[d]]
     dims.sort(key=lambda d: -given.strides[d])
@@ -254,7 +254,7 @@ def _fits(given: Layout) -> Callable[[int, int], bool]:
 
 
 def _along(axes: list[_Axis], asked: Layout, start: int) -> tuple[list[_Axis], list[int], list[list[_Move]]] | None:
-    """The axes, where the result begins along each, and the moves along each; axes that a move leaves are joined."""
+    """Return the axes, and the start and the moves of the result along each; axes that a move leaves are joined."""
     axes = list(axes)
     while start >= 0:
         starts, moves = _steps(axes, start), _moves(axes, asked)
@@ -272,7 +272,7 @@ def _along(axes: list[_Axis], asked: Layout, start: int) -> tuple[list[_Axis], l
 
 
 def _steps(axes: Sequence[_Axis], distance: int) -> list[int] | None:
-    """``distance`` in memory as steps along the axes; None if it ends between elements."""
+    """Return ``distance`` in memory as steps along the axes; None if it ends between elements."""
     steps = list[int]()
     for axis in axes:
         step, distance = divmod(distance, axis.stride)
@@ -281,9 +281,9 @@ def _steps(axes: Sequence[_Axis], distance: int) -> list[int] | None:
 
 
 def _moves(axes: Sequence[_Axis], asked: Layout) -> list[list[_Move]] | None:
-    """For each axis, the dims of the result that move along it, the longest steps first.
+    """Return, for each axis, the dims of the result that move along it, the longest steps first.
 
-    A dim of one element takes an axis of one element of its stride, so that it stays the same dim.
+    A dim of one element takes an axis of one element with its stride, so that it remains the same dim.
     """
     moves: list[list[_Move]] = [[] for _ in axes]
     for dim, (size, stride) in enumerate(zip(asked.sizes, asked.strides, strict=True)):

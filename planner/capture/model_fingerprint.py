@@ -1,9 +1,9 @@
-"""Has a model changed since it was captured in this process? Compares all that a forward may read of it in Python.
+"""Detect changes of a model since its capture in this process, in everything that a forward may read in Python.
 
 Classes, attributes and configs of all modules; names, shapes, strides, dtypes and ties of parameters; values of buffers
-and of tensors that are attributes: written as pickle writes them (nothing is ever read back), and hashed. An object
-without a certain form (a hook, a closure, an object with its own pickling) is compared by identity, and by its
-attributes and cells.
+and of tensors that are attributes: written as pickle writes them (and never read), and hashed. An object without a
+well-defined form (a hook, a closure, an object with its own pickling) is compared by identity, and by its attributes
+and cells.
 
 Not compared: values of weights, as no capture depends on them; globals; state of objects that Python does not expose.
 """
@@ -40,7 +40,7 @@ _UNWRITABLE = (pickle.PickleError, TypeError, ValueError, AttributeError, Recurs
 
 
 class ModelState:
-    """A digest of each attribute, buffer and parameter of a model at one time; it keeps the seen objects alive."""
+    """A digest of each attribute, buffer and parameter of a model at one time; keeps the visited objects alive."""
 
     def __init__(self, model: nn.Module) -> None:
         writer = _Writer(model)
@@ -48,7 +48,7 @@ class ModelState:
         self._digests = {name: writer.digest(value) for name, value in _parts(model)}
 
     def difference(self, before: ModelState) -> str | None:
-        """The first part that differs from ``before``, by its dotted name; None if none does."""
+        """Return the first part that differs from ``before``, by its dotted name; None if none does."""
         now, then = self._digests, before._digests
         for names, word in ((now.keys() - then.keys(), "new"), (then.keys() - now.keys(), "gone")):
             if names:
@@ -57,7 +57,7 @@ class ModelState:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all that a forward may read."""
+    """Yield (dotted name, value) of everything that a forward may read."""
     yield from ((name, str(setting())) for name, setting in _SETTINGS.items())
     yield from ((name, vars(module_hooks)[name]) for name in GLOBAL_HOOKS)
     for path, module in model.named_modules(remove_duplicate=False):
@@ -70,10 +70,10 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Writer(pickle.Pickler):
-    """Writes within one process: an object that has no certain form is written as itself.
+    """Writes within one process: an object without a well-defined form is written by identity.
 
-    Owns the digest under way, and the numbers of seen objects and of memories of tensors. ``held``: the seen objects
-    stay alive, so that no other takes their ids.
+    Owns the current digest, and numbers of visited objects and of memories of tensors. ``held`` keeps visited objects
+    alive, so that no other object gets their ids.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,7 +97,7 @@ class _Writer(pickle.Pickler):
         return self._digest.digest()
 
     def persistent_id(self, obj: Any) -> Any:
-        """How an object is written that pickle would write otherwise; None for all others."""
+        """Return the form of an object that pickle would write otherwise; None for all others."""
         kind = type(obj)
         if kind in _HASHABLE or kind in (list, tuple, dict):
             return None
@@ -124,7 +124,7 @@ class _Writer(pickle.Pickler):
         return _itself(obj) if is_itself else None
 
     def _tensor(self, value: Tensor) -> tuple[Any, ...]:
-        """With its content, if it is no parameter; one of another class, with hooks, or too large, as itself."""
+        """Return a tensor's form: with content unless a parameter; by identity if special, hooked or too large."""
         marks = type(value), value.dtype, value.requires_grad, vars(value)
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
         has_hooks = bool(value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None))
@@ -139,7 +139,7 @@ class _Writer(pickle.Pickler):
 
 
 def _itself(obj: Any) -> tuple[Any, ...]:
-    """The object, and its Python-visible state."""
+    """Return the identity of the object, and its state that Python can see."""
     if not isinstance(obj, FunctionType):
         return "object", id(obj), dict(getattr(obj, "__dict__", {}))
     cells = list(map(content_of, obj.__closure__ or ()))
@@ -147,7 +147,7 @@ def _itself(obj: Any) -> tuple[Any, ...]:
 
 
 def _is_shown(obj: Any) -> bool:
-    """Whether pickle shows all of its state, by no code of a user's."""
+    """Return whether pickle shows all of its state, without running code of the user."""
     if any(isinstance(getattr(type(obj), name, None), FunctionType) for name in _PICKLED_BY):
         return False
     try:

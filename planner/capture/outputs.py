@@ -1,10 +1,10 @@
-"""The results of a forward: any structure of tensors becomes one that export knows, its leaves get names; the loss.
+"""The results of a forward: replaces their structure by one that export accepts, names the leaves, finds the loss.
 
     Result(loss=…, logits=…)            a plain dataclass → {"loss": …, "logits": …}, also inside of tuples and dicts
     {"loss": x, "extras": {"h": [y]}}   → names loss, extras.h.0
 
-``keep_what_is_reached`` follows the gradient of that loss: weights that none reaches are treated as frozen, as one
-process has None for them, and its optimizer does not update them.
+``keep_what_is_reached`` follows the gradient of that loss: weights without a gradient are treated as frozen, because in
+one process their gradient is None, and the optimizer does not update them.
 
     torch.no_grad(): y = tower(x)          h = bottom(x).detach()          self.spare, which nothing reads
 
@@ -29,7 +29,7 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None))
 
 
 def plain_structure(output: Any) -> Any:
-    """The results of a forward, as tuples, lists and dicts alone. Raises PlanError if no tensor is found in it."""
+    """Return the results of a forward in tuples, lists and dicts alone. Raises PlanError if there is no tensor."""
     result = _plain(output)
     if result is None and output is not None:
         raise PlanError(
@@ -41,7 +41,7 @@ def plain_structure(output: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Unknown objects, such as a cache, become None: they contain no loss."""
+    """Replace unknown objects, such as a cache, by None: they contain no loss."""
     if isinstance(value, _PLAIN):
         return value
     if not pytree.tree_is_leaf(value):
@@ -59,7 +59,7 @@ def _plain(value: Any) -> Any:
 
 
 def select_outputs(exported: torch.export.ExportedProgram) -> dict[str, str]:
-    """Output name → node name, for the tensor outputs of the user's forward."""
+    """Return output name → node name, for the tensor outputs of the user's forward."""
     leaves: Any = exported.graph_module.graph.output_node().args[0]
     pairs = zip(exported.graph_signature.output_specs, leaves, strict=True)
     specs = [(s, leaf) for s, leaf in pairs if s.kind is OutputKind.USER_OUTPUT]
@@ -72,7 +72,7 @@ def select_outputs(exported: torch.export.ExportedProgram) -> dict[str, str]:
 
 
 def _output_paths(exported: torch.export.ExportedProgram, count: int) -> list[str]:
-    """Names such as ``loss`` or ``0`` for the leaves of the output structure."""
+    """Return names such as ``loss`` or ``0`` for the leaves of the output structure."""
     spec: Any = exported.call_spec.out_spec
     dummy = pytree.tree_unflatten(list(range(count)), spec)
     paths, _ = pytree.tree_flatten_with_path(dummy)
@@ -88,7 +88,7 @@ def _key(entry: Any) -> str:
 
 
 def find_loss(program: Program, wanted: str) -> str:
-    """The name of the loss node: the named output, else ``loss``, else the only scalar with a gradient."""
+    """Return the name of the loss node: the named output, else ``loss``, else the only scalar with a gradient."""
     leaves = program.graph.graph.output_node().args[0]
     assert isinstance(leaves, (tuple, list))
     nodes: dict[str, Any] = {name: leaves[position] for name, position in program.outputs.items()}
@@ -118,7 +118,7 @@ def find_loss(program: Program, wanted: str) -> str:
 
 
 def keep_what_is_reached(program: Program) -> None:
-    """Take ``meta["grad"]`` from all that no gradient reaches; the weights among that become ``program.untrained``."""
+    """Clear ``meta["grad"]`` where no gradient arrives; such weights become ``program.untrained``."""
     reached = set(walk([program.node(program.loss)], operands, into=_carries))
     for node in program.graph.graph.nodes:
         if _carries(node) and node not in reached:

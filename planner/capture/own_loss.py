@@ -1,4 +1,4 @@
-"""Loss functions of the user's, over the outputs of a model or over several models, as one module.
+"""The user's loss functions, of the outputs of one model or of several models, as one module.
 
     with_loss:   loss(model(**inputs), batch)      inputs: those that the model's forward accepts; batch: all of them
                  model(**batch)                    without a loss: the batch, given in rows, in the forms of a processor
@@ -34,7 +34,7 @@ _AT = "combine(…)"
 
 
 def with_loss(model: nn.Module, loss: Callable[..., Any], name: str = "") -> nn.Module:
-    """``model`` with its loss: it takes every input by name, and returns ``loss(outputs, batch)``.
+    """Return ``model`` with its loss: it takes every input by name, and returns ``loss(outputs, batch)``.
 
     It shares all tensors with ``model``, under the same names. ``loss`` gets the model's outputs as the model returns
     them, and the dict of all inputs; it returns a scalar, or a mapping with one under "loss". ``name``: as the spec has
@@ -53,10 +53,10 @@ def _made(model: nn.Module, loss: Loss, name: str, forms: Forms) -> nn.Module:
 
 
 def apply_loss(model: nn.Module, loss: str, forms: Forms = ()) -> tuple[nn.Module, str]:
-    """The module that a step runs, and the name of its output that is the loss, by ``loss`` of the spec.
+    """Return the module that a step runs, and the name of its output that is the loss, by ``loss`` of the spec.
 
     ``forms``: of inputs that the module takes in rows, and the model in other forms. Raises PlanError if ``loss`` names
-    a function which cannot be loaded, or takes other arguments.
+    a function that cannot be loaded, or takes other arguments.
     """
     function = loss_function(loss)
     if function is not None:
@@ -67,17 +67,17 @@ def apply_loss(model: nn.Module, loss: str, forms: Forms = ()) -> tuple[nn.Modul
 
 
 def model_of(module: nn.Module) -> nn.Module:
-    """The model inside of a module with a loss; other modules themselves."""
+    """Return the model inside a module with a loss; other modules unchanged."""
     return module if parts_of(type(module)) is None else getattr(module, _MODEL)
 
 
 def parts_of(kind: type) -> tuple[type, Loss, Forms] | None:
-    """The class of the model, the loss and the forms, for the class of a module with a loss; None for all others."""
+    """Return (class of the model, loss, forms) for the class of a module with a loss; None for all others."""
     return vars(kind).get(_PARTS)
 
 
 def accepted(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs that the forward of ``model`` accepts. Raises PlanError if it needs others."""
+    """Return the inputs that the forward of ``model`` accepts. Raises PlanError if it needs others."""
     signature = inspect.signature(model.forward)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     found = {name: value for name, value in batch.items() if takes_all or name in signature.parameters}
@@ -89,7 +89,7 @@ def accepted(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def other_inputs(error: TypeError) -> PlanError:
-    """The refusal of inputs that Python cannot give to the model's forward."""
+    """Return the refusal of inputs that do not fit the arguments of the model's forward."""
     return PlanError(
         f"the model does not accept these inputs: {error}",
         where="inputs",
@@ -100,7 +100,7 @@ def other_inputs(error: TypeError) -> PlanError:
 class _Forward(property):
     """The forward of a module with a loss. A property precedes a forward that the model itself has as an attribute.
 
-    ``__wrapped__``: the model's, for the source lines in errors.
+    ``__wrapped__``: the model's forward, for source lines in errors.
     """
 
     def __init__(self, base: Any, loss: Loss, name: str, forms: Forms) -> None:
@@ -132,7 +132,7 @@ def _kind_of(base: type, loss: Loss, name: str, forms: Forms) -> type:
 
 @functools.lru_cache(32)
 def _kind(base: type, loss: Loss, name: str, forms: Forms) -> type:
-    """The class of modules of ``base`` with this loss: one, so that equal modules have equal classes."""
+    """Return the class of modules of ``base`` with this loss: one, so that equal modules have equal classes."""
     content = {
         "__slots__": (_MODEL,),
         "__module__": getattr(loss, "__module__", None) or base.__module__,
@@ -158,7 +158,7 @@ class Batch(dict[str, Tensor]):
 
 
 def loss_function(loss: str) -> Callable[..., Any] | None:
-    """The function that ``loss`` of a spec names; None if it names none. Raises PlanError."""
+    """Return the function that ``loss`` of a spec names; None if it names none. Raises PlanError."""
     if not is_named(loss):
         return None
     function = NamedCode(loss, "loss").load()
@@ -172,7 +172,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def check_arguments(function: Callable[..., Any], *args: str, name: str, fix: str, **kwargs: str) -> None:
-    """Raise PlanError unless ``function`` can be called so."""
+    """Raise PlanError unless ``function`` can be called with these arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C
@@ -185,7 +185,7 @@ def check_arguments(function: Callable[..., Any], *args: str, name: str, fix: st
 
 
 def checked(result: Any, function: Callable[..., Any], name: str) -> Any:
-    """The result of a loss function. Raises PlanError unless it is, or has, a scalar with a gradient."""
+    """Return the result of a loss function. Raises PlanError unless it is, or has, a scalar with a gradient."""
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
         return result
@@ -202,7 +202,7 @@ def checked(result: Any, function: Callable[..., Any], name: str) -> Any:
 
 
 def combine(*, loss: Callable[..., Any], frozen: Collection[str] = (), **models: nn.Module) -> Combined:
-    """One module of ``models``, which keep their weights. Its forward takes every input by name.
+    """Return one module of ``models``, which keep their weights. Its forward takes every input by name.
 
     ``loss`` gets each model under its name and the dict of all inputs as ``batch``, all by keyword; it returns a
     scalar, or a mapping with one under "loss". ``frozen``: names of models that are not trained: their parameters no
@@ -216,7 +216,7 @@ def combine(*, loss: Callable[..., Any], frozen: Collection[str] = (), **models:
 
 
 class Combined(nn.Module):
-    """Owns the models, as submodules by their names."""
+    """Several models as submodules, with a loss over them."""
 
     def __init__(self, models: Mapping[str, nn.Module], loss: Callable[..., Any], frozen: frozenset[str]) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Combined(nn.Module):
         self.train(any(model.training for name, model in models.items() if name not in frozen))
 
     def train(self, mode: bool = True) -> Combined:
-        """Frozen models stay as they are evaluated: without dropout."""
+        """Set the mode of all models but frozen ones, which stay in ``eval()``: without dropout."""
         super().train(mode)
         for name in sorted(self._frozen):
             self.get_submodule(name).eval()

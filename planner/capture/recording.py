@@ -1,7 +1,7 @@
-"""The calls of one forward as a graph, as torch.export would record them, in a fifth of its time.
+"""Record the calls of one forward as a graph, as torch.export does, in a fifth of its time.
 
-The modes that export enters around a forward are entered here too, with another recorder in the place of its proxies.
-Whether both record the same is not assumed: a recording is compared with a real export (planner.capture.resized).
+The modes that export enters around a forward are entered here too, with another recorder in place of its proxies.
+A recording is compared with a real export before it is used (planner.capture.resized).
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -28,8 +28,8 @@ from planner.capture.gradients.regions import autocast_now
 class Recording:
     """The calls of one forward as a graph. ``parameters``, ``inputs``: placeholders by name; ``results``: leaves.
 
-    It takes the place of export's tracer while a branch of the forward asks for the value of a tensor
-    (passes.program.known_values): ``graph``, ``root`` and ``tensor_tracker`` are the parts of it that are read.
+    While a branch of the forward asks for the value of a tensor (passes.program.known_values), it replaces export's
+    tracer: ``graph``, ``root`` and ``tensor_tracker`` are the attributes that are read then.
     """
 
     def __init__(self, model: nn.Module, kwargs: Mapping[str, Tensor]) -> None:
@@ -44,11 +44,11 @@ class Recording:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """The tensors that the forward itself brought along."""
+        """Return the tensors that were not made in this forward."""
         return vars(self.root)
 
     def _placeholder(self, name: str, tensor: Tensor) -> fx.Node:
-        """One for each tensor, under the first of its names."""
+        """Return the placeholder of a tensor, under the first of its names."""
         if tensor not in self.tensor_tracker:
             self._track(tensor, self.graph.placeholder(name))
         return self._node(tensor)
@@ -66,11 +66,11 @@ class Recording:
         return self.tensor_tracker[tensor].proxy.node
 
     def nodes(self, value: Any) -> Any:
-        """``value`` with a node for each tensor. Raises ValueError for a tensor that is not of this forward."""
+        """Replace each tensor in ``value`` by its node. Raises ValueError for a tensor of another forward."""
         return pytree.tree_map_only(Tensor, self._node, value)
 
     def note(self, target: Any, given: tuple[Any, Any], result: Any, state: tuple[Any, ...]) -> None:
-        """One call, ``given`` nodes among its arguments. ``state``: the modes that it ran under."""
+        """Add one call, with nodes among its arguments ``given``. ``state``: the modes in which it ran."""
         node = self.graph.call_function(target, *given)
         node.meta = {"state": state, "val": proxy_tensor.extract_val(result)}
         if isinstance(result, Tensor):
@@ -83,13 +83,13 @@ class Recording:
                     self._track(item, part)
 
     def forget_values(self) -> None:
-        """Keep the calls and the constants."""
+        """Forget the values of nodes; calls and constants remain."""
         for node in self.graph.nodes:
             node.meta.pop("val", None)
 
 
 class FurtherCall:
-    """One more forward without export, within ``running``: in the modes of export on which results and strides depend.
+    """One more forward without export, within ``running``: in the modes of export that affect results and strides.
 
     ``has_ended``: whether the forward came to its end.
     """
@@ -100,7 +100,7 @@ class FurtherCall:
 
     @contextmanager
     def running(self) -> Iterator[Callable[[Any], None]]:
-        """Around the forward; the result is to be called with its output."""
+        """Enter the modes around the forward; the yielded function receives its output."""
         with _ignore_backend_decomps(), _compiling_state_context(), self._mode, enable_python_dispatcher():
             yield self._end
 
@@ -109,7 +109,7 @@ class FurtherCall:
 
 
 class CallRecorder(FurtherCall):
-    """Records the forward of ``model`` on ``kwargs``, too. ``found``: its recording, if it has ended."""
+    """One more forward that is recorded too. ``found``: its recording, once it has ended."""
 
     def __init__(self, model: nn.Module, kwargs: Mapping[str, Tensor], mode: FakeTensorMode) -> None:
         super().__init__(mode)
@@ -131,7 +131,7 @@ class CallRecorder(FurtherCall):
 
 
 class _Mode(proxy_tensor.ProxyTorchDispatchMode):
-    """Takes the place of export's proxies in the stack of modes."""
+    """Replaces export's proxies in the stack of modes."""
 
     def __init__(self, recording: Any) -> None:
         super().__init__(recording, "real", pre_dispatch=True)

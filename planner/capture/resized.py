@@ -1,4 +1,4 @@
-"""A captured model at another length or batch size: its first graph with other numbers, without another export.
+"""Capture a model at another length or batch size without an export: the first graph with other numbers.
 
     first export      view(x, [2, 1024, 12, 64])      call 17 of its recording, with the same numbers
     recording         view(x, [2, 512, 12, 64])       call 17 of a forward at another length
@@ -10,7 +10,7 @@ A graph is made only if nothing but numbers differs:
     each call of the other recording is that of the first, under the same modes, with the same operands and flags
     constants have the same values, and the forward's result the same structure
 
-Otherwise the model branches on its length, or export records more than the calls: it is exported again.
+Otherwise the model branches on its length, or export records more than the calls, and the model is exported again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Unlike(Exception):
 
 @dataclass
 class Earlier:
-    """Given to each capture of one model, for one loss and dtype. ``first``: the first export, if it can be resized;
-    its calls are recorded when a second size is asked for, which is rare.
+    """State that captures of one model, for one loss and dtype, share. ``first``: the first export, if it can be
+    resized; its calls are recorded when a second size is asked for, which is rare.
 
     ``traced``: the questions about tracing that must be answered truly (planner.capture.python.eager_answers).
     ``was_repeated``: whether a forward at another length was called twice, as the first was, and computed the same.
@@ -56,14 +56,14 @@ class Earlier:
 
 @dataclass(frozen=True)
 class KeptExport:
-    """An export of ``inputs``, of which copies are rewritten; no forward was recorded for it yet."""
+    """An export of ``inputs``, of which copies are rewritten; its forward is not recorded yet."""
 
     exported: ExportedProgram
     inputs: Mapping[str, torch.Tensor]
 
 
 class FirstExport:
-    """Owns a flat copy of an export, and which call of ``recording`` each node is.
+    """Owns a flat copy of an export, and the call of ``recording`` for each node.
 
     Raises Unlike if the recording is not that of the export.
     """
@@ -104,7 +104,7 @@ class FirstExport:
         return self._twins[ours] is recorded if ours in self._twins else self._is_constant(ours, recorded)
 
     def _is_constant(self, holder: fx.Node, recorded: Any) -> bool:
-        """Whether ``recorded`` is a constant's: the first call that reads one shows which it is."""
+        """Return whether ``recorded`` is a constant's node: the first call that reads a constant shows it."""
         target = self._exported.graph_signature.inputs_to_lifted_tensor_constants[holder.name]
         held = self._first.constants.get(str(recorded.target)) if isinstance(recorded, fx.Node) else None
         if not _is_equal(self._exported.constants.get(target), held):
@@ -113,13 +113,13 @@ class FirstExport:
         return True
 
     def is_again(self, recording: Recording) -> bool:
-        """Whether ``recording`` has the same calls, with the same numbers."""
+        """Return whether ``recording`` has the same calls, with the same numbers."""
         with suppress(Unlike):
             return bool(self._beside(recording, eq))
         return False
 
     def _beside(self, recording: Recording, numbers: Callable[[Any, Any], bool]) -> dict[fx.Node, fx.Node]:
-        """Each call with that of ``recording``. Raises Unlike if they differ, or ``numbers`` in them are not alike."""
+        """Return each call with that of ``recording``. Raises Unlike if they, or their ``numbers``, differ."""
         first = self._first
         theirs = dict(zip(first.graph.nodes, recording.graph.nodes, strict=False))
         if len(first.graph.nodes) != len(recording.graph.nodes):
@@ -137,7 +137,7 @@ class FirstExport:
         return theirs
 
     def at(self, recording: Recording) -> ExportedProgram:
-        """The export at the length of ``recording``. Raises Unlike if more than numbers differs."""
+        """Return the export at the length of ``recording``. Raises Unlike if more than numbers differs."""
         theirs = self._beside(recording, lambda x, y: True)
         made, copies = copied_export(self._exported)
         for node, its_copy in copies.items():
@@ -157,14 +157,14 @@ class FirstExport:
 
 
 def copied_export(exported: ExportedProgram) -> tuple[ExportedProgram, dict[fx.Node, fx.Node]]:
-    """``exported`` with a graph of its own; each node with its copy."""
+    """Return ``exported`` with a graph of its own, and each node's copy."""
     made, (graph, copies) = copy.copy(exported), copied_graph(exported.graph)
     made._graph_module = Unwritten(exported.graph_module, graph)
     return made, copies
 
 
 def _drop_checks(graph: fx.Graph) -> None:
-    """Calls without a result that export adds of its own, to check shapes."""
+    """Erase calls without a result by which export checks shapes."""
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
@@ -174,7 +174,7 @@ def _drop_checks(graph: fx.Graph) -> None:
 def _alike(
     first: Any, other: Any, nodes: Callable[[fx.Node, Any], bool], numbers: Callable[[Any, Any], bool] = eq
 ) -> bool:
-    """Whether two arguments have one structure, the same flags, ``nodes`` that are alike, and such ``numbers``."""
+    """Return whether two arguments have one structure, equal flags, and ``nodes`` and ``numbers`` that are alike."""
 
     def is_alike(a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node):
@@ -186,7 +186,7 @@ def _alike(
 
 
 def _is_equal(first: Any, other: Any) -> bool:
-    """Of constants: whether both are plain tensors with the same values."""
+    """Return whether both constants are plain tensors with the same values."""
     if not all(has_values(value) and value.device.type == "cpu" for value in (first, other)):
         return False
     return first is other or fingerprint(first.detach()) == fingerprint(other.detach())

@@ -1,4 +1,4 @@
-"""One forward of a model under torch.export, watched: its graph, and what Python does beside it.
+"""Export one forward of a model, and check the Python state beside its graph.
 
     export                  the graph, with the calls that Python made
     further calls           without export: they must compute the same
@@ -51,7 +51,7 @@ FORWARD_MUST_WORK = (
 
 @dataclass
 class Traced:
-    """An export, notes for the user, the rewrites; and exports with other answers to the questions ``asked``."""
+    """An export, with its notes and rewrites, and exports with other answers to the questions that it ``asked``."""
 
     exported: ExportedProgram
     notes: list[str]
@@ -65,7 +65,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Forward:
-    """A model with its tensors exchanged, and one microbatch for it: all without memory, of one ``mode``."""
+    """A model and one microbatch for it; the tensors of both are exchanged for fakes of one ``mode``."""
 
     model: nn.Module
     kwargs: dict[str, torch.Tensor]
@@ -83,9 +83,9 @@ class Forward:
 
 
 def traced(forward: Forward, earlier: Earlier, *, is_known: bool) -> Traced:
-    """The export in which no check of values raises. ``is_known``: for its graph alone; its Python side is not checked.
-
-    ``earlier``: captures of the same model at other sizes. If the first was kept, this one is recorded where possible.
+    """Export ``forward`` with answers after which no check of values raises. ``earlier``: captures of the same model at
+    other sizes; if the first was kept, this forward is recorded and not exported, where that is possible. ``is_known``:
+    return the graph alone, and skip the checks of Python state.
     """
     if isinstance(earlier.first, KeptExport):
         earlier.first = _recorded_now(forward, earlier.first)
@@ -107,8 +107,8 @@ def traced(forward: Forward, earlier: Earlier, *, is_known: bool) -> Traced:
 
 
 def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced:
-    """The export; made twice if it asked a question that only data answers, or if the forward left state and a recorded
-    call of a later state is another. If the model ``is_known``, made once.
+    """Export the forward and check its Python state by further calls. Export it again if it asked a question that only
+    data answers, or left state with which a recorded call computes something else; once if it ``is_known``.
     """
     watch, gradients, asked = forward.watch(), PythonGradients(), forward.questions(assumed)
     others: list[tuple[Questions, ExportedProgram]] = []
@@ -151,7 +151,7 @@ def _matched(exported: ExportedProgram, recording: Recording | None) -> FirstExp
 
 
 def _recorded_now(forward: Forward, kept: KeptExport) -> FirstExport | None:
-    """``kept``, with a forward of its size; None if that does not compute as the export did."""
+    """Record a forward of the size of ``kept``; return None if it does not compute the same as the export."""
     first = replace(forward, kwargs={name: fake(value, None, forward.mode) for name, value in kept.inputs.items()})
     watch = first.watch()
     with suppress(Exception), watch.installed(), PythonGradients().watched(first.model):
@@ -162,7 +162,7 @@ def _recorded_now(forward: Forward, kept: KeptExport) -> FirstExport | None:
 def _unmoved(
     forward: Forward, watch: ForwardWatch, gradients: PythonGradients, exported: ExportedProgram
 ) -> FirstExport | None:
-    """The export with its recording, if the model would call the same many forwards later; None if unknown."""
+    """Return the export with its recording if the model makes the same calls many forwards later; else None."""
 
     def recorded(state: AbstractContextManager[None]) -> Recording | None:
         with state, gradients.watched(forward.model):
@@ -174,7 +174,7 @@ def _unmoved(
 
 
 def _recorded(forward: Forward, watch: ForwardWatch) -> Recording | None:
-    """Of one call, which is compared with no other; None if it did not end."""
+    """Record one call, which is compared with no other call; return None if it did not end."""
     recorder = forward.recorder()
     with quietness(), forward.questions(Assumptions()).answered():
         watch.run(recorder)
@@ -182,8 +182,8 @@ def _recorded(forward: Forward, watch: ForwardWatch) -> Recording | None:
 
 
 def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) -> bool:
-    """Whether further calls in export's modes end, and compute the same as those before. If not, and a branch asked for
-    data, they do not count: it may have got another answer.
+    """Return whether further calls in export's modes end, and compute the same as earlier calls. If they do not, and a
+    branch asked for data, they are not counted: the branch may have got another answer.
     """
     questions = forward.questions(Assumptions())
     with quietness(), questions.answered():
@@ -194,8 +194,8 @@ def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) 
 
 
 def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: bool) -> Traced | None:
-    """``first`` at the sizes of ``forward``. None if the forward branches on them, or leaves anything behind that was
-    not settled at other sizes: then it is exported, and that reports why.
+    """Return ``first`` at the sizes of ``forward``. Return None if the forward branches on sizes, or leaves state that
+    no earlier capture has settled: then it is exported, which reports the reason.
     """
     watch, gradients, recorder = forward.watch(), PythonGradients(), forward.recorder()
     further = [] if earlier.was_repeated else [FurtherCall(forward.mode)]
@@ -214,7 +214,7 @@ def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: b
 def _export(
     forward: Forward, watch: ForwardWatch, asked: Questions, copies: list[ExportedProgram] | None = None
 ) -> ExportedProgram:
-    """``copies``: gets the graph as torch.export made it. Raises PlanError."""
+    """Export the forward. ``copies`` receives the graph as torch.export made it. Raises PlanError."""
     model, kwargs = forward.model, forward.kwargs
 
     def check(args: Any, kwargs: Any) -> None:
@@ -245,13 +245,13 @@ def _export(
 
 
 def _exported(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> ExportedProgram:
-    """Of graphs on the way, which nothing runs, no Python code is written."""
+    """Run torch.export, without writing Python code for intermediate graphs that nothing runs."""
     with _use_lazy_graph_module(True):
         return torch.export.export(model, (), kwargs, strict=False)
 
 
 def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
-    """With the casts of autocast regions, and modules as the model names them; without calls that change nothing."""
+    """Write out casts of autocast, name modules as the model does, drop calls that change nothing."""
     drop_needless_writes(exported.graph)
     stop_gradients(exported.graph)
     write_casts(exported.graph)
@@ -266,7 +266,7 @@ def quietly(run: Any) -> Any:
 
 @contextmanager
 def quietness() -> Iterator[None]:
-    """torch.export warns, logs and prints half graphs, transformers gives advice: none of it concerns a plan."""
+    """Silence warnings, logs and partial graphs of torch.export, and advice of transformers."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, ("torch", "transformers"))]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Places in the user's code, for errors and for source lines of nodes, that torch.export does not record by itself.
+"""Places in the user's code that torch.export does not record: for errors, and for source lines of nodes.
 
     CallSites             the line that runs now, or that raised: of code that never becomes a node
     line_that_changes     the line at which a call changes a value: checked after each line, once a refusal is certain
@@ -31,29 +31,29 @@ _SLICED = re.compile(r"\.slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)\.(\d+
 
 
 class CallSites:
-    """Knows the modules of one model by name, to find the module of a frame.
+    """Knows the names of a model's modules, to find the module of a frame.
 
-    By their attributes: export replaces modules by stand-ins with the same ``__dict__`` if the model has shared ones.
+    Modules are compared by their attributes: export replaces shared ones by stand-ins with the same ``__dict__``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(vars(module)): name for name, module in model.named_modules()}
 
     def here(self) -> Where:
-        """The innermost line of the user that is running now."""
+        """Return the innermost source line of the user that is running now."""
         return self._innermost(reversed([*traceback.walk_stack(sys._getframe(1))]))
 
     def refuse(self, what: str, fix: str) -> NoReturn:
-        """Raise PlanError at that line."""
+        """Raise PlanError at the source line that is running now."""
         raise PlanError(what, where=self.here(), fix=fix)
 
     def frames_here(self) -> tuple[tuple[str, int], ...]:
-        """File and line of each frame of the user's code that is running now, the outermost first."""
+        """Return file and line of each running frame of the user's code, the outermost first."""
         frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
         return tuple(reversed([(file, line) for file, line in frames if not is_foreign_frame(file)]))
 
     def of(self, error: BaseException) -> Where:
-        """The deepest frame of the traceback that is not PyTorch's own."""
+        """Return the deepest frame of the traceback that is not PyTorch's own."""
         return self._innermost(traceback.walk_tb(error.__traceback__))
 
     def _innermost(self, outermost_first: Iterable[tuple[FrameType, int]]) -> Where:
@@ -67,27 +67,27 @@ class CallSites:
 
 
 def _first_argument(frame: FrameType) -> object:
-    """``self`` of a method, whatever it is called there."""
+    """Return ``self`` of a method, under any name."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def called_by_user(also: str = "") -> bool:
-    """Whether the function that asks was called from a line of the user's, not from within PyTorch.
+    """Return whether the function that calls this one was called from the user's code, not from within PyTorch.
 
-    ``also``: the end of the name of a file of PyTorch's that counts as the user's.
+    ``also``: the end of the name of a file of PyTorch that counts as the user's.
     """
     file = sys._getframe(2).f_code.co_filename
     return not is_foreign_frame(file) or bool(also and file.endswith(also))
 
 
 def is_of_python(frame: FrameType) -> bool:
-    """Whether a frame is in Python's own library: a log record has a time, which is unrelated to the forward."""
+    """Return whether a frame is in Python's own library: a log record has a time that the forward does not use."""
     return frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename
 
 
 def line_that_changes(has_changed: Callable[[], bool], run: Callable[[], Any], module: str) -> Where | None:
-    """The first line during ``run`` after which something ``has_changed``, of ``module``; None if there is none."""
+    """Return the first line of ``run`` after which something ``has_changed``, in ``module``; or None."""
     found, last = list[tuple[CodeType, int]](), dict[FrameType, int]()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -111,7 +111,7 @@ def line_that_changes(has_changed: Callable[[], bool], run: Callable[[], Any], m
 
 @contextmanager
 def loss_lines(model: nn.Module) -> Iterator[None]:
-    """Around an export: calls that the loss of ``model`` makes are recorded with its lines."""
+    """Record calls of the loss of ``model`` with its source lines, around an export."""
     code, original = code_of(_loss_of(model)), getattr(TracerBase, _FRAMES_FILTER, None)
     if code is None or original is None:
         yield
@@ -131,7 +131,7 @@ def _loss_of(model: nn.Module) -> Callable[..., Any] | None:
 
 
 def _of_loss(frames: traceback.StackSummary, code: CodeType) -> Iterator[traceback.FrameSummary]:
-    """From the loss on, the frames of the user's; not those below a forward that it calls."""
+    """Yield the user's frames from the loss on, but not those below a forward that it calls."""
     place, is_inside = (code.co_filename, code.co_name), False
     for frame in frames:
         is_inside = (is_inside and frame.name != "forward") or (frame.filename, frame.name) == place

@@ -1,6 +1,6 @@
-"""One use of a user's torch.autograd.Function in a forward, and how such a use is run again on values of our own.
+"""One use of a user's torch.autograd.Function in a forward, and trials of it on drawn values.
 
-Application   the Function and its arguments, with a Shape in the place of each tensor
+Application   the Function and its arguments, with a Shape in place of each tensor
 draw          random values of those shapes
 applied       outputs, and the gradients by those tensors, of one run on given values
 """
@@ -39,7 +39,7 @@ _ORDERS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @dataclass(frozen=True)
 class Sample:
-    """How values are drawn, and how large the arriving gradients are."""
+    """The distribution of drawn values, and the size of arriving gradients."""
 
     deviation: float
     mean: float  # not 0: all values are above it
@@ -52,7 +52,7 @@ SAMPLES = (Sample(1.0, 0.0, 1.0, 1e-6), Sample(0.5, 1.5, 1.0, 1e-6), Sample(30.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Replaces a tensor among the Function's arguments. ``strides``: in the capture; dense if elements share memory."""
+    """Stands for a tensor argument. ``strides``: in the capture; dense if elements share memory."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -67,12 +67,12 @@ class Shape:
         return cls(tuple(map(int, x.shape)), x.dtype, requires_grad, strides if is_apart else _dense(x))
 
     def cut(self, sizes: tuple[int, ...]) -> Shape:
-        """Smaller, with its dims in the same order in memory."""
+        """Return a smaller shape with its dims in the same order in memory."""
         whole = torch.empty_strided(self.sizes, self.strides, device="meta")
         return replace(self, sizes=sizes, strides=_dense(whole[tuple(map(slice, sizes))]))
 
     def laid_out(self, value: Tensor) -> Tensor:
-        """A copy of ``value`` in the strides of the capture."""
+        """Return a copy of ``value`` with the strides of the capture."""
         return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype).copy_(value)
 
     @property
@@ -86,7 +86,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Application:
-    """One use of a Function in the forward: its arguments, with Shapes in the place of tensors."""
+    """One use of a Function in the forward: its arguments, with Shapes in place of tensors."""
 
     function: type[Function]
     args: tuple[Any, ...]
@@ -109,17 +109,17 @@ class Application:
         return self.function.__qualname__.rpartition("<locals>.")[2]
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for uses that need only one check."""
+        """Return a key that is equal for uses that need only one check."""
         leaves, structure = pytree.tree_flatten(self.args)
         return (self.function, structure, *(leaf if is_plain(leaf) else id(leaf) for leaf in leaves))
 
     def given(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments, with ``values`` in the places of tensors."""
+        """Return the arguments, with ``values`` in place of tensors."""
         rest = iter(values)
         return pytree.tree_map_only(Shape, lambda _: next(rest), self.args)
 
     def attempts(self, small: int) -> Iterator[Application]:
-        """In float64 before the captured precision; of more than ``small`` elements, small before the captured."""
+        """Yield the use in float64, then in its own precision; above ``small`` elements, small sizes first."""
         for sized in [self._shrunk(), self] if self.num_elements > small else [self]:
             if sized.num_elements <= TOO_MANY_ELEMENTS:
                 yield sized._with_shapes(_in_float64)
@@ -128,7 +128,7 @@ class Application:
     def first(
         self, small: int, run: Callable[[Application], T | None], *, through: tuple[type[Exception], ...] = ()
     ) -> T | None:
-        """What ``run`` gives of the first attempt at which it gives anything. ``through``: errors that are answers."""
+        """Return the first result over all attempts that is not None. ``through``: errors to raise."""
         for attempt in self.attempts(small):
             try:
                 found = run(attempt)
@@ -144,7 +144,7 @@ class Application:
         return replace(self, args=pytree.tree_map_only(Shape, change, self.args))
 
     def _shrunk(self) -> Application:
-        """Leading dims cut down, equal ones alike; sizes that are the last of some matrix stay."""
+        """Cut leading dims down, equal ones alike; sizes that are the last dim of some matrix stay."""
         kept = {shape.sizes[-1] for shape in self.shapes if len(shape.sizes) > 1}
         leading = dict.fromkeys(size for shape in self.shapes for size in shape.sizes[:-1] if size not in kept)
         small = {size: min(size, 2 + position) for position, size in enumerate(leading)}
@@ -152,7 +152,7 @@ class Application:
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether an argument's printed form identifies it."""
+    """Return whether the printed form of an argument identifies it."""
     return isinstance(leaf, (Shape, int, float, str, type(None), torch.dtype, torch.device))
 
 
@@ -164,7 +164,7 @@ def _in_float64(shape: Shape) -> Shape:
 
 
 def draw(use: Application, sample: Sample) -> list[Tensor]:
-    """A value for each tensor: near 0, or positive, or far from 0, as ``sample`` says."""
+    """Return a value for each tensor: near 0, positive, or far from 0, as ``sample`` says."""
     return [_value(shape, sample) for shape in use.shapes]
 
 
@@ -176,7 +176,7 @@ def _value(shape: Shape, sample: Sample) -> Tensor:
 
 
 def follows_memory(run: Callable[[list[Tensor]], list[Tensor | None]], values: Sequence[Tensor], near: Near) -> bool:
-    """Whether ``run`` of equal values gives something else where they lie otherwise in memory."""
+    """Return whether ``run`` computes something else from equal values with other strides."""
     expected = run(list(values))
     for order in _ORDERS:
         try:
@@ -196,7 +196,7 @@ def _dense(x: Tensor) -> tuple[int, ...]:
 def applied(
     use: Application, values: Sequence[Tensor], run: Callable[..., Any], arriving: Callable[[int, Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs, and the gradient by each tensor that asks for one (None: the backward gives none).
+    """Return outputs, and the gradient of each tensor that requires one (None: the backward gives none).
 
     ``arriving(position, output)``: the gradient that arrives at an output.
     """
@@ -218,7 +218,7 @@ def applied(
 
 @contextmanager
 def on_the_side() -> Iterator[None]:
-    """Runs that leave no trace: no warnings, and the generator unchanged."""
+    """Run trials without warnings, and restore the random generator."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -226,7 +226,7 @@ def on_the_side() -> Iterator[None]:
 
 
 class LowestPrecision(TorchDispatchMode):
-    """Notes the coarsest dtype that ops compute in, so that float32 inside of a Function is not held to float64."""
+    """Notes the coarsest dtype in which ops compute, so that float32 inside a Function is not compared as float64."""
 
     dtype = torch.float64
 

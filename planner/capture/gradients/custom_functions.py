@@ -1,10 +1,10 @@
-"""Decides, while a forward is exported, the form of each custom Function that it applies.
+"""Decide the form of each custom Function that a forward applies, during its export.
 
     its backward is the derivative of its forward    the ops of its forward, as torch.export records them
     anything else                                    one call with its own backward (passes.program.ops.own_backward)
 
-A Function of the second kind runs on every rank as the user wrote it, so it must depend on its arguments alone: one
-that writes into them, or that reads tensors of the model besides them, is refused at its line.
+A Function of the second kind runs on every rank as the user wrote it, so it may depend only on its arguments: one that
+writes into them, or reads other tensors of the model, is refused at its line.
 
 Trials run on another thread, without the modes of the export.
 """
@@ -57,7 +57,7 @@ class CustomFunctions:
         self._kept: list[Application] = []  # their arguments live on, so that no id is given twice
 
     def kept_as_call(self, use: Application, args: tuple[Any, ...]) -> OwnBackward | None:
-        """The one call that replaces this use; None if the ops of its forward do."""
+        """Return the call with its own backward that replaces this use; None if the ops of its forward replace it."""
         key = use.key()
         if key not in self._derived:
             self._kept.append(use)
@@ -102,7 +102,7 @@ class CustomFunctions:
         return replace(facts, reached=reached)
 
     def _label(self, use: Application, autocast: Autocast | None) -> str:
-        """Function and arguments; the same in every process."""
+        """Return the function and its arguments as text, the same in every process."""
         shown = [self._shown(leaf) for leaf in pytree.tree_leaves(use.args)]
         mode = f" under autocast {autocast}" if autocast else ""
         return f"{self._numbered(use.function, use.name)}({', '.join(shown)}){mode}"
@@ -121,14 +121,14 @@ class CustomFunctions:
 
 
 class _Look:
-    """Runs a Function once on tensors without values, and watches its reads and writes."""
+    """Runs a Function once on tensors without values, to find its outputs, reads and writes."""
 
     def __init__(self, model: nn.Module, use: Application, args: tuple[Any, ...], autocast: Autocast | None) -> None:
         self.model, self.use, self.args, self.autocast = model, use, args, autocast
         self.mode = detect_fake_mode(tensors_in(args))
 
     def outputs(self) -> Any:
-        """The result of apply, with Outputs in the place of tensors."""
+        """Return the result of apply, with Outputs in place of tensors."""
         try:
             return self._on_fakes()
         except PlanError:
@@ -173,7 +173,7 @@ class _Look:
         return pytree.tree_map_only(Tensor, _output, result)
 
     def _backward(self, result: Any, leaves: list[Tensor]) -> None:
-        """Only to find its reads; a backward that reads values fails here and not later."""
+        """Run the backward, only to find its reads; one that reads values fails here, and is not an error."""
         reached = [o for o in tensors_in(result) if o.requires_grad]
         asked = [v for v in leaves if v.requires_grad]
         if reached and asked:
@@ -198,7 +198,7 @@ class _Look:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the tensors without values that were not made while it is entered."""
+    """Notes tensors without values that were not made while it is active."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a forward may do to the model's own parameters and buffers beside reading them, and what no plan can keep of it.
+"""Writes, casts and hooks of a forward on its own parameters and buffers: kept, or refused if no plan can keep them.
 
     nn.Embedding(max_norm=…)                      PlanError: the engine's weights change by the optimizer's update alone
     with torch.no_grad(): w.mul_(0.9)             PlanError, also through views, w.data and w.detach()
@@ -42,7 +42,7 @@ HOOK_FIX = (
 
 
 def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str]) -> None:
-    """``parameters``: placeholder name → dotted name. Raises PlanError at the first write, with the user's line."""
+    """Raise PlanError at the first write to a parameter. ``parameters``: placeholder name → dotted name."""
     names = {node: parameters[node.name] for node in module.graph.nodes if node.name in parameters}
     for node, fqn in _writes(module.graph, names):
         renormalises = "embedding_renorm" in str(node.target)
@@ -55,7 +55,7 @@ def refuse_parameter_writes(module: fx.GraphModule, parameters: Mapping[str, str
 
 
 def _writes(graph: fx.Graph, names: Mapping[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
-    """(node that writes, the parameter's name)."""
+    """Yield (node that writes, the parameter's name)."""
     owners: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = viewed(node)
@@ -71,10 +71,10 @@ def notes_of_writes(
     outputs: list[str],
     is_cache: Callable[[Mapping[str, str]], bool],
 ) -> Iterator[str]:
-    """A note for each write of a value that changes from step to step.
+    """Yield a note for each write of a value that changes from step to step.
 
-    Raises PlanError if the loss reads a buffer that this call and later ones write, unless ``is_cache`` says of these
-    that later calls compute the same.
+    Raises PlanError if the loss reads a buffer that this call and later ones write, unless ``is_cache`` says that later
+    calls compute the same.
 
     ``written``: placeholder → the node of its last value; ``names``: placeholder → dotted name; ``fixed``: placeholders
     that are the same at each step, if nothing writes them; ``outputs``: the results of the forward.
@@ -98,7 +98,7 @@ def notes_of_writes(
 def watched_cast(
     original: Callable[..., Any], model_of: Callable[[], nn.Module | None], refuse: Callable[[str, str], NoReturn]
 ) -> Callable[..., Any]:
-    """Replaces ``nn.Module._apply``. ``model_of``: the model with a running forward; None outside of the watch."""
+    """Return a replacement of ``nn.Module._apply``. ``model_of``: the model with a running forward, or None."""
 
     def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         model = model_of()
@@ -115,7 +115,7 @@ def watched_cast(
 
 
 def _name_of(module: nn.Module, model: nn.Module) -> str | None:
-    """The prefix of the names of a module's weights; None for one that is not the model's (``CallSites``)."""
+    """Return the prefix of the names of a module's weights; None for a module of another model (``CallSites``)."""
     names = (name for name, inner in model.named_modules() if vars(inner) is vars(module))
     return next((f"{name}." if name else "" for name in names), None)
 
@@ -126,7 +126,7 @@ def _change(before: Tensor, after: Tensor) -> str:
 
 
 class FrozenMeanwhile(TorchFunctionMode):
-    """Owns the parameters that are changed now, with their own ``requires_grad`` and the line that changed them."""
+    """Owns the parameters with a changed ``requires_grad``: their own setting, and the line that changed it."""
 
     def __init__(self, refuse: Callable[[Where], NoReturn]) -> None:
         super().__init__()
@@ -134,14 +134,14 @@ class FrozenMeanwhile(TorchFunctionMode):
         self._refuse = refuse
 
     def note(self, parameter: Tensor, value: bool, where: Callable[[], Where]) -> None:
-        """A change of ``requires_grad`` to ``value``, or back."""
+        """Note that ``requires_grad`` of a parameter is set to ``value``, or restored."""
         if id(parameter) in self._changed and self._changed[id(parameter)][1] == value:
             del self._changed[id(parameter)]
         elif parameter.requires_grad != value:
             self._changed[id(parameter)] = parameter, parameter.requires_grad, where()
 
     def refuse_changed(self) -> None:
-        """Raise PlanError if a parameter is not as before."""
+        """Raise PlanError if a change was not undone."""
         for _, _, where in self._changed.values():
             self._refuse(where)
 
@@ -159,7 +159,7 @@ class FrozenMeanwhile(TorchFunctionMode):
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Raise PlanError at the first hook on a gradient, naming its owner and the line of its function."""
+    """Raise PlanError at the first hook on a gradient, with its owner and the line of its function."""
     for what, module, hook in _hooks_on(model):
         raise PlanError(
             f"a hook on the gradients of {what} would be lost: a plan contains only the computation of the forward",
@@ -169,7 +169,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 
 
 def _hooks_on(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """(owner in words, module path, function) of every hook."""
+    """Yield (owner in words, module path, function) of every hook on gradients."""
     for kind in ("_global_backward_hooks", "_global_backward_pre_hooks"):
         for hook in getattr(torch_modules, kind, {}).values():
             yield "every module", "", hook

@@ -9,7 +9,7 @@
     a Function's apply               its forward in line, or one call (planner.capture.gradients.custom_functions)
     hooks, x.detach_(), p.data = …,
     p.grad, p.requires_grad = …,
-    saved_tensors_hooks, func.grad   PlanError: nothing of them would reach the captured graph
+    saved_tensors_hooks, func.grad   PlanError: the captured graph would not have them
 
 Names are replaced for the time of one export, on the exporting thread alone.
 """
@@ -129,7 +129,7 @@ class PythonGradients:
     # ---- Functions
 
     def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the apply of PyTorch's own base class; ``function`` is the user's class."""
+        """Replace the apply of PyTorch's own base class; ``function`` is the user's class."""
         original = super(_SingleLevelFunction, function).apply  # pyright: ignore[reportAttributeAccessIssue]
         if self._elsewhere():
             return original(*args, **kwargs)
@@ -158,7 +158,7 @@ class PythonGradients:
     # ---- modes
 
     def _inference(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Replaces its __enter__ and __exit__; PyTorch itself, which makes fake tensors in it, keeps them."""
+        """Return its __enter__ and __exit__; PyTorch keeps its own, as it makes fake tensors in the mode."""
         enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
         def recorded_enter(mode: Any) -> Any:
@@ -263,7 +263,7 @@ class PythonGradients:
 
 
 class _WatchedNode:
-    """``x.grad_fn`` as the user sees it: its hooks are refused, everything else is the node's own."""
+    """``x.grad_fn`` as the user sees it: refuses hooks, and has all other attributes of the node."""
 
     def __init__(self, node: Any, refuse: Callable[..., Any]) -> None:
         self._node = node

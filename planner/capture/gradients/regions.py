@@ -41,15 +41,15 @@ AUTOCAST, NO_GRAD = "autocast", "no_grad"  # marks, in the ``custom`` metadata o
 
 
 def mark_of(node: fx.Node, mark: str) -> Any:
-    """The region that the call was recorded in, or whether it was; None if it was not."""
+    """Return the region that the call was recorded in, or True; None if it was recorded outside of it."""
     return (node.meta.get("custom") or {}).get(mark)
 
 
 class Regions:
-    """Marks ops that are recorded within a region, and remembers the line that entered each of autocast.
+    """Marks ops that are recorded within a region, and keeps the line that entered each autocast region.
 
-    ``entered``: those that compute in another precision; ``idle``: those of other devices. ``stops``: whether the ops
-    that are recorded now have no gradients. PyTorch also turns them off within Functions of its own.
+    ``entered``: regions that compute in another precision; ``idle``: those of other devices. ``stops``: whether the ops
+    that are recorded now have no gradients. PyTorch also disables gradients within Functions of its own.
     """
 
     def __init__(self, here: Callable[[], Where], elsewhere: Callable[[], bool]) -> None:
@@ -59,7 +59,7 @@ class Regions:
         self._here, self._elsewhere = here, elsewhere
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """(owner, name, replacement while a forward is exported)."""
+        """Yield (owner, name, replacement during an export)."""
         enter, init, create = torch.autocast.__enter__, torch.autocast.__init__, TracerBase.create_node
         recorded = PreDispatchTorchFunctionMode.__torch_function__
 
@@ -99,7 +99,7 @@ class Regions:
             self.idle[region.device, self._here()] = None
 
     def told(self) -> Iterator[tuple[str, Where]]:
-        """The plan's notes on regions that it computes in another precision."""
+        """Yield the plan's notes on regions that it computes in another precision, with their lines."""
         for region, where in self.entered:
             dtype = str(region.dtype).removeprefix("torch.")
             yield f"an autocast region computes in {dtype}, with the CPU rules of autocast", where
@@ -113,7 +113,7 @@ class Regions:
 
 
 def autocast_now() -> Autocast | None:
-    """The mode that the CPU's ops run in now."""
+    """Return the autocast mode in which CPU ops run now."""
     return Autocast("cpu", torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
 
 
@@ -121,7 +121,7 @@ def autocast_now() -> Autocast | None:
 
 
 def write_casts(graph: fx.Graph) -> None:
-    """Put the casts of every marked op into the graph. Raises PlanError if they cannot be determined."""
+    """Insert the casts of every marked op into the graph. Raises PlanError if they cannot be determined."""
     for node in list(graph.nodes):
         region = mark_of(node, AUTOCAST)
         if region is not None and isinstance(node.target, torch._ops.OpOverload):
@@ -208,7 +208,7 @@ def _dtypes(value: Any) -> list[torch.dtype]:
 
 
 class _Observed(TorchDispatchMode):
-    """``casts``: tensor given to a cast → its dtype after; ``calls``: every op, with the dtypes that it gives."""
+    """Notes ``casts``: tensor → its dtype after the cast; and ``calls``: every op, with the dtypes of its results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,9 +227,9 @@ class _Observed(TorchDispatchMode):
 
 
 def stop_gradients(graph: fx.Graph) -> None:
-    """Marked calls read values that have a gradient through ``detach``.
+    """Insert ``detach`` before marked calls, on operands that have a gradient.
 
-    Raises PlanError at a write that autograd does not see, into memory of a value with a gradient: in one process the
+    Raises PlanError at a write into memory of a value with a gradient that autograd does not see: in one process the
     gradient passes as if nothing had been written.
     """
     memory = _Memory()
@@ -244,8 +244,8 @@ def stop_gradients(graph: fx.Graph) -> None:
 
 
 class _Memory:
-    """Owns the memory of each value, by the node that made it; which memory is ``filled`` with values that have a
-    gradient; and the values that are ``cut`` off from the gradient of their memory.
+    """Owns the memory of each value, by the node that made it. ``filled``: memory of values that have a gradient;
+    ``cut``: values that are detached from the gradient of their memory.
     """
 
     def __init__(self) -> None:
@@ -283,5 +283,5 @@ class _Memory:
 
 
 def _changes_layout(node: fx.Node) -> bool:
-    """Whether a call changes its first operand itself, and none of its elements: ``t_``, ``unsqueeze_``, ``set_``."""
+    """Return whether a call changes the layout of its operand, and no element: ``t_``, ``unsqueeze_``."""
     return torch.Tag.inplace_view in getattr(node.target, "tags", ())

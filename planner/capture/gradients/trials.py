@@ -1,7 +1,7 @@
-"""Properties of a user's torch.autograd.Function, shown on small random tensors of its input shapes.
+"""Test properties of a user's torch.autograd.Function on small random tensors of its input shapes.
 
-    derived   d(Function.apply)/dx equals d(Function.forward)/dx by autograd: so for a fused or memory-saving Function,
-              not for a straight-through estimator or a reversed gradient, which stay one op with its own backward B
+    derived   d(Function.apply)/dx equals d(Function.forward)/dx by autograd, as of a fused or memory-saving Function; a
+              straight-through estimator or a reversed gradient is not, and stays one op with its own backward B
     reached   the tensors by which B gives a gradient at all
     linear    B(a + b) = B(a) + B(b) and B(0) = 0, for gradients of very different sizes
     cuts      apply on the parts of its inputs gives the parts of outputs and gradients, and of an input that every part
@@ -9,10 +9,10 @@
     draws     whether the forward draws random numbers
     in_order  whether it computes something else where its tensors do not lie in memory in the order of their dims
 
-Nothing is claimed that was not tried: a Function that does not run by itself is computed in full, from full gradients.
+Only tested properties are used: a Function that does not run by itself is computed in full, from full gradients.
 Values are drawn around 0, positive, far from 0 (with larger rounding errors: in float64 only), and for ``derived`` next
-to 0, where a root or a quotient may be bounded. There a value that only the derivative makes non-finite is a
-difference; a value that the Function makes non-finite is not compared; the norm of the difference is. Only these
+to 0, where a root or a quotient may be bounded. There, a value that only the derivative makes non-finite is a
+difference; a value that the Function makes non-finite is skipped; other values are compared by norm. Only these
 trials run a backward while planning: after it, on a torch built for CUDA, a fork of this process cannot run another
 (launchers here start processes that have not planned).
 """
@@ -61,11 +61,11 @@ class RandomBackward(Exception):
 
 
 class FollowsMemory(Exception):
-    """It computes something else where its tensors lie otherwise in memory, and theirs is no usual order."""
+    """The Function computes something else from other strides, and those of the capture are not contiguous."""
 
 
 def facts_of(use: Application) -> Facts:
-    """Raises RandomBackward, FollowsMemory."""
+    """Return the facts that trials show. Raises RandomBackward, FollowsMemory."""
 
     def tried(attempt: Application) -> Facts:
         with on_the_side(), LowestPrecision() as seen:
@@ -76,7 +76,7 @@ def facts_of(use: Application) -> Facts:
 
 
 class _Trial:
-    """One use of a Function at one size and precision; ``seen`` knows how coarse it has been."""
+    """One use of a Function at one size and precision; ``seen`` has the coarsest dtype so far."""
 
     def __init__(self, use: Application, seen: LowestPrecision) -> None:
         self.use, self.seen = use, seen
@@ -184,12 +184,12 @@ class _Trial:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Of norms, for ops that compute in ``dtype``."""
+    """Return the relative tolerance of norms, for ops that compute in ``dtype``."""
     return TOLERANCE if dtype == torch.float64 else COARSE.get(dtype, 0.5)
 
 
 def equal_up_to_rounding(a: Tensor, b: Tensor, tolerance: float, least: float = 0.0) -> bool:
-    """Equal up to the rounding of the norm, or of ``least``; values that are not finite must be alike on both sides."""
+    """Compare up to rounding of the norm, or of ``least``; NaN and Inf must be at the same places."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not has_gradient(a.dtype):
@@ -209,7 +209,7 @@ def _random(like: Tensor, size: float, ramp_dim: int | None = None) -> Tensor:
 
 
 def _ramped(x: Tensor, dim: int | None) -> Tensor:
-    """The second half along ``dim`` made larger, so that the parts' statistics differ from those of the full tensor."""
+    """Multiply the second half along ``dim``, so that statistics of the parts differ from those of the full tensor."""
     if dim is None or not has_gradient(x.dtype):
         return x
     factors = torch.ones(x.shape[dim], dtype=torch.float64)
@@ -227,7 +227,7 @@ def _sum(held: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _possible(dim: int, outputs: Sequence[torch.Size], inputs: Sequence[torch.Size]) -> Iterator[Cut]:
-    """How the inputs may stand when every output is cut along ``dim``: aligned by their last dims, or by the first."""
+    """Yield ways to shard the inputs if all outputs are cut along ``dim``: aligned by last dims, or by first."""
     size = outputs[0][dim]
     if size < 2 or any(shape[dim] != size for shape in outputs):
         return
@@ -239,23 +239,23 @@ def _possible(dim: int, outputs: Sequence[torch.Size], inputs: Sequence[torch.Si
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of the random generators of PyTorch, Python and NumPy."""
+    """Return the states of the random generators of PyTorch, Python and NumPy."""
     kind, keys, *rest = np.random.get_state()
     return (torch.random.get_rng_state().numpy().tobytes(), random.getstate(), str(kind), bytes(keys), *rest)  # pyright: ignore
 
 
 def is_of_torch(function: type[Function]) -> bool:
-    """Functions by which PyTorch itself makes its ops differentiable."""
+    """Return whether PyTorch itself uses the Function to make its ops differentiable."""
     return function.__module__.startswith(_NOT_OURS)
 
 
 def is_derived(use: Application) -> bool | None:
-    """None if that is unknown: the Function does not run by itself, or gives nothing finite."""
+    """Return whether the backward is the derivative; None if unknown: it does not run, or gives nothing finite."""
     return use.first(MANY_ELEMENTS_OF_A_FORWARD, _agree_on_samples)
 
 
 def _agree_on_samples(use: Application) -> bool | None:
-    """All samples in float64; if the Function itself is coarser, only the first that is conclusive."""
+    """Compare on all samples in float64; if the Function itself is coarser, only on the first that is conclusive."""
     known = None
     for sample in (*SAMPLES, NEXT_TO_ZERO):
         equal, dtype = _agree(use, sample)
@@ -266,8 +266,8 @@ def _agree_on_samples(use: Application) -> bool | None:
 
 
 def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
-    """Whether both gradients are equal on one draw of values, None if nothing finite is left to compare; and the
-    coarsest dtype of the ops inside.
+    """Return whether both gradients are equal on one draw of values, and the coarsest dtype of the ops inside. None in
+    place of a truth value: nothing finite is left to compare.
     """
     with on_the_side(), LowestPrecision() as seen:
         own = _gradients(use, use.function.apply, sample)
@@ -285,7 +285,7 @@ def _agree(use: Application, sample: Sample) -> tuple[bool | None, torch.dtype]:
 
 
 def _gradients(use: Application, run: Callable[..., Any], sample: Sample) -> list[Tensor]:
-    """For each tensor that requires one, with random gradients of the outputs; zeros if none arrives."""
+    """Return the gradients of all tensors that require one, from random gradients of outputs; zeros if none."""
     torch.manual_seed(0)
     values = draw(use, sample)
     _, found = applied(use, values, run, lambda _, output: _random(output, sample.gradient))
@@ -294,14 +294,14 @@ def _gradients(use: Application, run: Callable[..., Any], sample: Sample) -> lis
 
 
 def forward_alone(function: type[Function], args: tuple[Any, ...]) -> Any:
-    """The ops of its forward, without its backward."""
+    """Run the ops of the Function's forward, without its backward."""
     if function.setup_context is not Function.setup_context:
         return function.forward(*args)
     return function.forward(_Context(args), *args)
 
 
 class _Context:
-    """Replaces ``ctx`` for a forward that runs by itself: accepts anything that is stored and ignores it."""
+    """Stands for ``ctx`` in a forward that runs by itself: accepts anything that is stored, and ignores it."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -86,7 +86,7 @@ class Permute:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The elements in the same order under another shape."""
+    """The elements in the same order with another shape."""
 
     shape: Shape
     whole: Assembly
@@ -100,7 +100,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Result number ``index`` of an op on whole tensors; ``args`` holds assemblies, numbers and tuples of these."""
+    """Result number ``index`` of an op on full tensors; ``args`` holds assemblies, numbers and tuples of these."""
 
     op: str
     args: tuple[Any, ...]
@@ -131,7 +131,7 @@ def view(whole: Assembly, shape: Shape) -> Assembly:
 
 
 def nodes(made: Any) -> Iterator[Assembly]:
-    """An assembly, or a tuple that has some, and all that it is made of, in order."""
+    """Yield an assembly, or the assemblies in a tuple, with everything that they are made of, in order."""
     if isinstance(made, Assembly):
         yield made
         made = tuple(getattr(made, field.name) for field in fields(made))
@@ -144,7 +144,7 @@ def sources(made: Any) -> Iterator[Source]:
 
 
 def read_whole(made: Iterable[Assembly]) -> dict[str, int]:
-    """Op → elements of the tensors that it reads, of which no part can be made alone."""
+    """Return op → elements of the tensors that it reads and of which no part can be made alone."""
     found: dict[str, int] = {}
     for call in (each for one in made for each in nodes(one) if isinstance(each, Call)):
         found[call.op] = found.get(call.op, 0) + sum(prod(source.shape) for source in sources(call.args))
@@ -152,7 +152,7 @@ def read_whole(made: Iterable[Assembly]) -> dict[str, int]:
 
 
 def inverted(made: Mapping[str, Assembly]) -> dict[str, Assembly]:
-    """Each source as an assembly of the tensors that are made of it; without one of which elements are lost."""
+    """Return each source as an assembly of the tensors made of it; without sources of which elements are lost."""
     slices: dict[Assembly, dict[int, tuple[Slice, Assembly]]] = {}
     found: dict[str, Assembly] = {}
     waiting: deque[Pair] = deque((assembly, Source(name, assembly.shape)) for name, assembly in made.items())
@@ -170,7 +170,7 @@ def inverted(made: Mapping[str, Assembly]) -> dict[str, Assembly]:
 
 
 def _joined(whole: Assembly, slices: dict[Assembly, dict[int, tuple[Slice, Assembly]]]) -> Assembly | None:
-    """``whole``, of slices that now cover it."""
+    """Return ``whole`` as a concatenation of its slices; None until they cover it."""
     held = [slices[whole][start] for start in sorted(slices[whole])]
     dims, stop = {one.dim for one, _ in held}, 0
     for one, _ in held:
@@ -186,7 +186,7 @@ def inverse(dims: Shape) -> Shape:
 
 
 def to_json(made: Any) -> Any:
-    """Lists, numbers and strings; an assembly begins with its kind."""
+    """Return lists, numbers and strings; an assembly begins with its kind."""
     if isinstance(made, tuple):
         return [to_json(each) for each in made]
     if type(made).__name__ in _KINDS:
@@ -195,7 +195,7 @@ def to_json(made: Any) -> Any:
 
 
 def of_json(given: Any) -> Assembly:
-    """Raises ValueError for anything that ``to_json`` does not give of an assembly."""
+    """Return the assembly. Raises ValueError for anything that ``to_json`` does not make of an assembly."""
     found = _of_json(given)
     if not isinstance(found, Assembly):
         raise ValueError("no assembly of a tensor")

@@ -30,8 +30,8 @@ from planner.capture.model.eager import plain_name
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """``made``: name → the stored tensors that are it, or make it, more than one if it is stored twice; some of these
-    names may be none of the model. ``problems``: of names that do not fit together.
+    """``made``: name → the stored tensors that it is made of, several if it is stored twice; not all names are the
+    model's. ``problems``: of names that do not fit together.
     """
 
     made: dict[str, list[Assembly]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ def unconverted(stored: Mapping[str, Shape]) -> Converted:
 
 
 class _Asked:
-    """What transformers asks a model while it converts: the full shapes of parameters, and settings."""
+    """Stands for the model while transformers converts: full shapes of parameters, and settings."""
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         self.config, self.base_model_prefix = model.config, model.base_model_prefix
@@ -79,7 +79,7 @@ class Conversions:
         self._backward = [e for e in own if not isinstance(e, PrefixChange)] if held is None else deepcopy(held)
 
     def converted(self, stored: Mapping[str, Shape]) -> Converted:
-        """How files with these tensors make the model's."""
+        """Return how files with these tensors make those of the model."""
         from transformers.core_model_loading import dot_natural_key
 
         found, groups, recorder = Converted(), _Groups(deepcopy(self._forward), self._asked), _Recorder()
@@ -94,8 +94,8 @@ class Conversions:
 
     @cached_property
     def names(self) -> dict[str, Assembly]:
-        """Stored name → how transformers' ``save_pretrained`` makes it of the model's tensors, unless it is the model's
-        of this name. Empty if transformers cannot reverse its conversions.
+        """Return stored name → the way in which ``save_pretrained`` of transformers makes it of the model's tensors,
+        unless it is the model's of this name. Empty if transformers cannot reverse its conversions.
         """
         try:
             return self._names(self._asked.tensors)
@@ -104,7 +104,7 @@ class Conversions:
 
     @property
     def sampled(self) -> dict[str, Assembly]:
-        """Such ``names`` of one layer of each kind, found sooner; all of them if that fails."""
+        """Return such ``names`` of one layer of each kind, which takes less time; all of them if that fails."""
         try:
             return self._names(_of_one_layer_of_each_kind(self._asked.tensors))
         except Exception:
@@ -125,7 +125,7 @@ class Conversions:
 
 
 def _of_one_layer_of_each_kind(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Layers are of one kind if their tensors have the same names behind the number, and the same shapes."""
+    """Keep one layer of each kind: with the same names behind the number, and the same shapes."""
     layers: dict[tuple[str, ...], dict[str, Tensor]] = {}
     kinds: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -155,7 +155,7 @@ class _Groups:
         return self._renamed[name]
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Give the tensor to its converter; False if it has none."""
+        """Give the tensor to its converter; return False if it has none."""
         from transformers.core_model_loading import rename_source_key
 
         prefix, known = self._asked.base_model_prefix, self._asked.tensors
@@ -184,7 +184,7 @@ class _Groups:
 
 
 def _gap(names: list[str]) -> str:
-    """The number that is absent from names that one list of the model is made of; empty if they count from 0."""
+    """Return the error for a number that is absent from the names of a list; empty if they count from 0."""
     split = [re.split(r"(\d+)", name) for name in names]
     varied = [place for place, column in enumerate(zip(*split, strict=False)) if len(set(column)) > 1]
     if len(varied) != 1 or not split[0][varied[0]].isdigit():
@@ -199,7 +199,7 @@ def _gap(names: list[str]) -> str:
 
 
 class _Recorder(TorchDispatchMode):
-    """Owns the tensors it has seen, and how each is made."""
+    """Owns the recorded tensors, and the assembly of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,13 +207,13 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []
 
     def source(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A tensor without values that stands for the one of this name."""
+        """Return a tensor without values that stands for the stored one of this name."""
         tensor = torch.empty(tuple(shape), dtype=torch.float32, device="meta")
         self._keep(tensor, Source(name, tuple(shape)))
         return tensor
 
     def made(self, tensor: Tensor) -> Assembly:
-        """Raises ValueError for a tensor that no given one is part of."""
+        """Return the assembly of a tensor. Raises ValueError if it is made of no stored tensor."""
         found = self._made.get(id(tensor))
         if found is None:
             raise ValueError("it is made of none of the stored tensors")

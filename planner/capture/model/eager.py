@@ -45,12 +45,12 @@ _uncompiled: WeakSet[nn.Module] = WeakSet()
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor in the module that was compiled."""
+    """Return the name of a tensor in the module that was compiled."""
     return _WRAPPER.sub("", name)
 
 
 def unwrapped(module: Any) -> Any:
-    """The module that torch.compile was given; anything else itself. Raises PlanError for a wrapper with hooks."""
+    """Return the module that torch.compile was given, or ``module``. Raises PlanError for a wrapper with hooks."""
     kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     while kind is not None and isinstance(module, kind):
         if any(vars(module).get(hooks) for hooks in _HOOKS):
@@ -64,8 +64,8 @@ def unwrapped(module: Any) -> Any:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """``model`` without torch.compile's wrappers of modules. It shares all modules that hold none, all tensors, and the
-    attributes of the others; ``model`` is not changed.
+    """Return ``model`` without the wrappers of torch.compile; ``model`` is not changed. The result shares all modules
+    without wrappers, all tensors, and the attributes of the other modules.
     """
     plain = _without_wrappers(model, {})
     if plain is not model:
@@ -74,14 +74,14 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def was_compiled(model: nn.Module) -> bool:
-    """Whether ``uncompiled`` removed wrappers to make it."""
+    """Return whether ``uncompiled`` removed wrappers to make it."""
     return model in _uncompiled
 
 
 @contextmanager
 def in_eager_mode() -> Iterator[list[Any]]:
-    """Inside, compiled modules, functions and methods run as written, and flex_attention as ops. Yields what was
-    compiled and has run.
+    """Run compiled modules, functions and methods as written, and flex_attention as ops. Yields a list of compiled ones
+    that have run.
     """
     eval_frame: Any = import_module("torch._dynamo.eval_frame")  # here: it takes a second
     found: list[Any] = []
@@ -105,7 +105,7 @@ def in_eager_mode() -> Iterator[list[Any]]:
 
 
 def _without_wrappers(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """``made``: those of modules seen before, which may have several names."""
+    """``made``: copies of modules with several names."""
     own = unwrapped(module)
     if id(own) not in made:
         made[id(own)] = own
@@ -118,14 +118,14 @@ def _without_wrappers(module: nn.Module, made: dict[int, nn.Module]) -> nn.Modul
 
 
 def caches_off(model: nn.Module) -> AbstractContextManager[None]:
-    """Without key-value caches and wrappers of recomputation, which are of no use in a traced training step."""
+    """Disable key-value caches and recomputation, which are of no use in a traced training step."""
     owners = [(module, "gradient_checkpointing") for module in model.modules()]
     owners += [(getattr(module, "config", None), "use_cache") for module in model.modules()]
     return installed(*((owner, name, False) for owner, name in owners if getattr(owner, name, None) is True))
 
 
 def flex_attention_as_ops() -> tuple[Interceptor, ...]:
-    """With these installed, flex_attention runs as ordinary ops that have a gradient on every device."""
+    """Return interceptors with which flex_attention runs as ops that have a gradient on every device."""
     by_mask_mod = WeakSet[flex.BlockMask]()
     with_blocks = flex._create_sparse_block_from_block_mask
 
@@ -156,19 +156,19 @@ def flex_attention_as_ops() -> tuple[Interceptor, ...]:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask, scale: float) -> Tensor:
-    """[b, h, t, s], its heads those of the keys repeated, as one call without changed scores."""
+    """Return the attention [b, h, t, s] with unchanged scores as one call; key heads are repeated to all heads."""
     grouped = query.shape[1] != key.shape[1]
     allowed = None if _is_everything(mask) else _dense(mask, query.shape[2], key.shape[2], query.device)
     return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)
 
 
 def _is_everything(mask: flex.BlockMask) -> bool:
-    """Whether it is what flex_attention makes where it is given none."""
+    """Return whether the mask is the one that flex_attention makes if it gets none."""
     return mask.BLOCK_SIZE[0] == flex._LARGE_SPARSE_BLOCK_SIZE
 
 
 def _dense(mask: flex.BlockMask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """[b or 1, h or 1, t, s], true where a query attends to a key."""
+    """Return [b or 1, h or 1, t, s], true where a query attends to a key."""
     batch, heads = mask.kv_num_blocks.shape[:2]
     return flex.create_mask(mask.mask_mod, batch, heads, queries, keys, device)
 
@@ -186,7 +186,7 @@ def _refuse_other_blocks(mask: flex.BlockMask) -> None:
 
 
 def outside_of_the_trace(compute: Callable[[], T]) -> T:
-    """In a thread of its own: what traces a forward is a thread's."""
+    """Compute in another thread: tracing is a state of the current one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(compute).result()
 

@@ -29,7 +29,7 @@ GLOBAL_HOOKS = [name for name in vars(modules_of_torch) if name.startswith("_glo
 
 
 def tensors_in_scripts(modules: list[nn.Module]) -> list[tuple[Any, str, Tensor]]:
-    """(module in C++, name, tensor) of each parameter and buffer of a scripted or traced module."""
+    """Return (module in C++, name, tensor) of each parameter and buffer of a scripted or traced module."""
     return [
         (module._c, name, tensor)
         for module in modules
@@ -42,7 +42,7 @@ def tensors_in_scripts(modules: list[nn.Module]) -> list[tuple[Any, str, Tensor]
 
 @contextmanager
 def scripts_unwrapped(modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, methods of scripted modules are those that C++ has, as of a module that was loaded from a file."""
+    """Replace methods of scripted modules by those in C++, as in a module that was loaded from a file."""
     kept = [(m, n, v) for m in modules for n, v in vars(m).items() if isinstance(v, torch.ScriptMethod)]
     try:
         for module, name, _ in kept:
@@ -55,7 +55,7 @@ def scripts_unwrapped(modules: list[nn.Module]) -> Iterator[None]:
 
 def refuse_parameters(model: nn.Module) -> None:
     """Raise PlanError for parameters that are plain tensors, as torch.jit.load makes them: export takes none. And for
-    complex ones: gradients, main parameters and updates are of real numbers.
+    complex ones: gradients, main parameters and updates are real.
     """
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, nn.Parameter):
@@ -92,7 +92,7 @@ class Exchange:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Inside, every tensor is its stand-in; afterwards each has its values again, whatever happened."""
+        """Exchange every tensor for its stand-in; afterwards each has its values again, also after an error."""
         with registry_kept(self._modules), scripts_unwrapped(self._modules):
             try:
                 for tensor in self._tensors:
@@ -120,7 +120,7 @@ class Exchange:
             module.setattr(name, tensor)
 
     def original(self, value: Tensor) -> Tensor | None:
-        """While exchanged: the model's tensor (its object) of which ``value`` sees the memory, fully or in part."""
+        """While exchanged: return the model's tensor that has the memory of ``value``, or None."""
         memory = storage_of(value)
         for tensor, held in self._pairs:
             if memory in (storage_of(tensor), storage_of(held)):
@@ -128,13 +128,13 @@ class Exchange:
         return None
 
     def values(self, tensor: Tensor) -> Tensor:
-        """While exchanged: the tensor that holds the values of the model's ``tensor``; itself if not exchanged."""
+        """While exchanged: return the tensor with the values of ``tensor``; itself if it is not exchanged."""
         return next((held for own, held in self._pairs if own is tensor), tensor)
 
 
 @contextmanager
 def content_kept(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """Afterwards they have the same content."""
+    """Restore the content of ``tables`` afterwards."""
     kept = [(table, dict(table)) for table in tables]
     try:
         yield
@@ -145,7 +145,7 @@ def content_kept(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Torch's generators, Python's and NumPy's: a constructor may draw from any of them."""
+    """Seed the generators of PyTorch, Python and NumPy: a constructor may draw from any of them."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
@@ -153,7 +153,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def python_generators_kept() -> Iterator[None]:
-    """Afterwards Python's and NumPy's generators of random numbers are in the same state."""
+    """Restore the states of the random generators of Python and NumPy afterwards."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -163,18 +163,18 @@ def python_generators_kept() -> Iterator[None]:
 
 
 def registry_kept(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Afterwards the same parameters and buffers are registered: a forward may register a buffer, to keep a table."""
+    """Restore registered parameters and buffers afterwards: a forward may register a buffer, to keep a table."""
     # those of a scripted module, in C++, are fixed
     return content_kept(d for m in modules for d in (m._buffers, m._parameters) if isinstance(d, dict))
 
 
 def global_hooks_kept() -> AbstractContextManager[None]:
-    """Leave them as they were: torch.export of torch 2.11 keeps one of its own if a forward raises."""
+    """Restore global hooks afterwards: torch.export of torch 2.11 leaves one of its own if a forward raises."""
     return content_kept(vars(modules_of_torch)[name] for name in GLOBAL_HOOKS)
 
 
 def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Tensor:
-    """A new tensor of this shape, strides and offset without memory. On the CPU, not on meta: constants of a forward
+    """Return a fake tensor with this shape, strides and offset. It is on the CPU, not on meta: constants of a forward
     keep their values.
     """
     cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -188,7 +188,7 @@ def fake(tensor: Tensor, dtype: torch.dtype | None, mode: FakeTensorMode) -> Ten
 
 
 def parameter_of(content: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Another parameter, with the attributes of ``like``."""
+    """Return a parameter of ``content`` with the attributes of ``like``."""
     made = nn.Parameter(content, like.requires_grad)
     vars(made).update(vars(like))
     return made
@@ -197,8 +197,8 @@ def parameter_of(content: Tensor, like: nn.Parameter) -> nn.Parameter:
 def swap(a: Tensor, b: Tensor) -> None:
     """Exchange the content of two Python objects: class, attributes and tensor.
 
-    As torch.utils.swap_tensors, which refuses tensors that something refers to weakly or that a graph of autograd
-    holds: here both are restored before they are read.
+    Unlike torch.utils.swap_tensors, it accepts tensors with weak references or in a graph of autograd: here both are
+    restored before they are read.
     """
     classes, attributes = (a.__class__, b.__class__), (a.__dict__, b.__dict__)
     torch._C._swap_tensor_impl(a, b)
@@ -207,23 +207,23 @@ def swap(a: Tensor, b: Tensor) -> None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those in tuples, lists, dicts and registered classes."""
+    """Return the tensors in tuples, lists, dicts and registered classes."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def has_values(value: Any) -> TypeGuard[Tensor]:
-    """Whether it is a dense tensor with memory."""
+    """Return whether it is a dense tensor with memory."""
     is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
     return is_real and value.layout is torch.strided
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory; a sparse tensor has none of its own to share."""
+    """Return a number that is equal for tensors that share memory; a sparse tensor shares none."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are attributes of modules, or in lists and dicts there: neither parameters nor buffers."""
+    """Yield tensors that are attributes of modules, or in lists and dicts there: no parameters or buffers."""
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -239,7 +239,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise PlanError if two trainable parameters lie on the same memory: an update of one would be one of both."""
+    """Raise PlanError if two trainable parameters share memory: an update of one would change both."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() and type(parameter) is nn.Parameter:

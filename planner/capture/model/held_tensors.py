@@ -30,14 +30,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """The identity of a constant: the tensor ``fqn`` of the model, seen through ``views``."""
+    """The tensor ``fqn`` of the model, seen through ``views``: the identity of a constant."""
 
     fqn: str
     views: Views = ()
 
 
 class ForeignTensors:
-    """Refuses, while a forward runs, tensors that require a gradient and are no parameters (nor made of one)."""
+    """Refuses, while a forward runs, tensors that require a gradient and are not derived from parameters."""
 
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         self._exchange, self._sites = exchange, CallSites(model)
@@ -45,7 +45,7 @@ class ForeignTensors:
         self.is_running = False
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Called with the arguments of each torch function."""
+        """Check the arguments of a torch function."""
         if not self.is_running:
             return
         for value in (*args, *(kwargs or {}).values()):
@@ -70,7 +70,7 @@ class ForeignTensors:
 
 
 def held_tensors(exported: ExportedProgram, model: nn.Module, exchange: Exchange) -> dict[str, HeldTensor]:
-    """By name of the constant; called while the tensors are exchanged. Raises PlanError at the line that reads one."""
+    """Return constants that are tensors of the model, by name, while exchanged. Raises PlanError at a reader."""
     names = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
     lifted, found = exported.graph_signature.inputs_to_lifted_tensor_constants, {}
     for holder in exported.graph.find_nodes(op="placeholder"):
@@ -84,9 +84,9 @@ def held_tensors(exported: ExportedProgram, model: nn.Module, exchange: Exchange
 
 
 def read_kept_values(exported: ExportedProgram) -> None:
-    """A value that autograd kept for a gradient inside the forward is that of the node that shares its memory.
+    """Replace values that autograd kept for a gradient inside the forward by the nodes with the same memory.
 
-    Export sees the copy that autograd hands out, without memory of its own, and takes it for a constant.
+    Export sees the copy that autograd returns, without memory of its own, and takes it for a constant.
     """
     nodes = list(exported.graph.nodes)
     holders = {node.name: node for node in nodes if node.op == "placeholder"}
@@ -109,7 +109,7 @@ def _views_between(whole: Tensor, value: Tensor) -> Views | None:
 
 
 def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any], gradient: Where | None) -> None:
-    """Raise PlanError if the loss is computed with a constant that was made elsewhere than in this forward.
+    """Raise PlanError if the loss is computed with a constant that was not made in this forward.
 
     ``gradient``: the line that asks for a gradient inside the forward, if any does.
     """
@@ -129,7 +129,7 @@ def refuse_unknown_values(graph: fx.Graph, constants: Mapping[str, Any], gradien
 
 
 def _views(value: Any, owner: Tensor, values: Tensor, fqn: str, holder: fx.Node) -> Views:
-    """How ``value`` is made of the model's tensor: ``owner``, or the one that holds its ``values`` meanwhile."""
+    """Return the views that make ``value`` of the model's tensor: of ``owner``, or of the holder of its ``values``."""
     where = where_of(next(iter(holder.users), holder))
     if isinstance(value, FakeTensor):  # the very object: views of it that a forward makes are calls of the graph
         return ()
@@ -151,7 +151,7 @@ def _views(value: Any, owner: Tensor, values: Tensor, fqn: str, holder: fx.Node)
 
 
 def put_in_place(module: fx.GraphModule, held: Mapping[str, HeldTensor], placeholders: Mapping[str, str]) -> None:
-    """Readers of each held constant (by its placeholder's name) read the model's tensor (by its fqn) instead."""
+    """Replace each held constant (by its placeholder's name) by the model's tensor (by its fqn)."""
     by_name = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
     last = list(by_name.values())[-1]
     for name, what in held.items():
@@ -159,7 +159,7 @@ def put_in_place(module: fx.GraphModule, held: Mapping[str, HeldTensor], placeho
 
 
 def _read_instead(constant: fx.Node, value: fx.Node, views: Views, last: fx.Node) -> fx.Node:
-    """Readers of ``constant`` read ``views`` of ``value``, which stand behind ``last``; returns the last of them."""
+    """Replace ``constant`` by ``views`` of ``value``, inserted after ``last``; return the last of them."""
     reader = next(iter(constant.users), None)
     with constant.graph.inserting_before(last.next):
         seen = seen_through(value, views, origin_of(reader) if reader else {})

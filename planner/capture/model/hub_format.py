@@ -43,8 +43,8 @@ _MODULES = {  # peft's wrappers of a module of the base, and the attribute that 
 class Adapted:
     """``module``: the planned model as peft made it, with parameters on meta.
 
-    ``base_names``: for each tensor of the base, under each of its names here, its name in the base.
-    ``wrappers``: name in the base of each wrapped module → its name here. ``base``: the name of the base here.
+    ``base_names``: for each tensor of the base, under each of its names here, its name in the base. ``wrappers``: name
+    in the base of each wrapped module → its name here. ``base``: the name of the base here.
     """
 
     module: Any
@@ -60,7 +60,7 @@ class Adapted:
         return dict(self.module.peft_config[adapter].to_dict())
 
     def files_of(self, adapter: str) -> dict[str, str | None]:
-        """Name in the adapter's file → name in the model; None for a tensor that peft computes for the file."""
+        """Return name in the adapter's file → name in the model; None for a tensor that peft computes."""
         encoder = self._prompt_encoder(adapter)
         zeros = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in encoder.items()}
         with held_by(self.module, zeros):
@@ -72,30 +72,30 @@ class Adapted:
         return {name: names.get(id(value)) for name, value in stored.items()}
 
     def needed_by(self, adapter: str) -> tuple[str, ...]:
-        """Names in the model of the tensors that the adapter's file is made of."""
+        """Return names in the model of the tensors that the adapter's file is made of."""
         return tuple(self._prompt_encoder(adapter)) or tuple(name for name in self.files_of(adapter).values() if name)
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[Any]:
-        """peft's module, in which the tensors named in ``values`` have these."""
+        """Give the tensors named in ``values`` these values in peft's module, and yield it."""
         with held_by(self.module, values):
             yield self.module
 
     def _prompt_encoder(self, adapter: str) -> dict[str, Tensor]:
-        """The tensors of the module that makes virtual tokens; empty for a method without one."""
+        """Return the tensors of the module that makes virtual tokens; none for a method without one."""
         if not self.module.peft_config[adapter].is_prompt_learning:
             return {}
         return {name: value for name, value in _tensors(self.module) if name.startswith(f"prompt_encoder.{adapter}.")}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, the objects themselves, under all their names."""
+    """Yield parameters and persistent buffers, the objects themselves, under all their names."""
     yield from module.state_dict(keep_vars=True).items()
 
 
 @contextmanager
 def held_by(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, these tensors of ``module`` are ``values``; one value under several names is one parameter."""
+    """Replace these tensors of ``module`` by ``values``; one value under several names is one parameter."""
     made = {id(value): nn.Parameter(value, requires_grad=False) for value in values.values()}
     owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
     with registry_kept(owners.values()):
@@ -109,7 +109,7 @@ def held_by(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """None for a model that peft has not wrapped. It refers to no tensor of ``model``."""
+    """Return the adapters of a model, without reference to its tensors; None if peft has not wrapped it."""
     kind = getattr(sys.modules.get("peft"), "PeftModel", None)
     if kind is None or not isinstance(model, kind):
         return None
@@ -125,7 +125,7 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name of a wrapper, its attribute that holds the module of the base)."""
+    """Yield (name of a wrapper, its attribute that holds the module of the base)."""
     kinds = [(getattr(sys.modules.get(file), name, None), held) for (file, name), held in _MODULES.items()]
     for path, module in model.named_modules():
         for kind, attribute in kinds:
@@ -135,7 +135,7 @@ def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _base_name(name: str, base: str, wrapped: Mapping[str, str]) -> str | None:
-    """The name without peft's wrappers; None for a tensor that stands beside a wrapped module, not in it."""
+    """Return the name without peft's wrappers; None for a tensor beside a wrapped module, not in it."""
     if not name.startswith(f"{base}."):
         return None
     parts, path, own = name.removeprefix(f"{base}.").split("."), base, []
@@ -149,9 +149,9 @@ def _base_name(name: str, base: str, wrapped: Mapping[str, str]) -> str | None:
 
 
 def describe_adapters(adapted: Adapted) -> dict[str, Any]:
-    """What a save holds of the adapters: modules that peft makes of the base and these ``configs`` compute the same as
-    the saved ones if ``modules``, the hash of the settings of all its layers (ranks, scales, which adapters are active,
-    merged, disabled), is the same.
+    """Return the record of adapters in a save: modules that peft makes of the base and these ``configs`` compute the
+    same as the saved ones if ``modules``, the hash of the settings of all layers (ranks, scales, active, merged,
+    disabled adapters), is equal.
     """
     configs = {name: json.loads(_text(adapted.config_of(name))) for name in adapted.adapters}
     settings = {path: vars(adapted.module.get_submodule(path)) for path in sorted(adapted.wrappers.values())}
@@ -168,7 +168,7 @@ def _text(values: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number or text, or is made of these."""
+    """Return whether it is a number or text, or consists of these."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(held) for key, held in value.items())
     if isinstance(value, (list, tuple, set)):
@@ -200,17 +200,17 @@ class HubFormat:
 
     @property
     def stored_names(self) -> Mapping[str, Assembly]:
-        """Stored name → how it is made of the model's tensors, unless it is the model's of this name."""
+        """Return stored name → how it is made of the model's tensors, unless it is the model's of this name."""
         return self.names if self.conversions is None else self.conversions.names
 
     @property
     def made_whole(self) -> dict[str, int]:
-        """Op by which stored tensors are made → elements that it reads, of which no part can be made alone."""
+        """Return op by which stored tensors are made → elements that it reads, of which no part can be made alone."""
         sampled = self.names if self.conversions is None else self.conversions.sampled
         return read_whole(self.stored_names.values()) if read_whole(sampled.values()) else {}
 
     def converted(self, stored: Mapping[str, Shape]) -> Converted:
-        """How files with these tensors make the model's."""
+        """Return how files with these tensors make those of the model."""
         if self.conversions is not None:
             return self.conversions.converted(stored)
         made = {
@@ -225,11 +225,11 @@ class HubFormat:
         return found
 
     def base_name(self, name: str) -> str | None:
-        """The name in the base's files of a tensor of the model; None for one of an adapter."""
+        """Return the name in the base's files of a tensor of the model; None for one of an adapter."""
         return name if self.adapted is None else self.adapted.base_names.get(name)
 
     def ignores_unexpected(self, name: str) -> bool:
-        """Whether a tensor that the model has no place for is no error: a buffer that the model makes itself."""
+        """Return whether a stored tensor may be absent in the model, such as a buffer that it makes itself."""
         return name in self.buffers or any(re.search(pattern, name) for pattern in self.may_be_unexpected)
 
     def ignores_absent(self, name: str) -> bool:
@@ -237,7 +237,7 @@ class HubFormat:
 
 
 def hub_format(model: nn.Module) -> HubFormat:
-    """The format of ``model``; it has no references to the model's tensors."""
+    """Return the format of ``model``; it has no references to the model's tensors."""
     wrapped = adapted(model)
     own = model if wrapped is None else model.get_submodule(wrapped.base)
     config = _json_of(getattr(own, "config", None))
@@ -257,14 +257,14 @@ def hub_format(model: nn.Module) -> HubFormat:
 
 
 def stored_in(config: Any) -> str:
-    """The format of quantised weights by the content of a config.json; empty if they are plain."""
+    """Return the format of quantised weights by the content of a config.json; empty if they are plain."""
     found = config.get("quantization_config") if isinstance(config, dict) else None
     method = str(found.get("quant_method")) if isinstance(found, dict) else ""
     return {"mxfp4": "MXFP4", **dict.fromkeys(("fp8", "fbgemm_fp8", "compressed-tensors"), "FP8")}.get(method, method)
 
 
 def in_its_dtype(texts: Mapping[Any, Any]) -> dict[str, Any]:
-    """Texts of a directory with weights that are not quantised."""
+    """Return the texts of a directory with weights that are not quantised."""
     return {
         name: {k: v for k, v in text.items() if k != "quantization_config"} if isinstance(text, dict) else text
         for name, text in texts.items()
@@ -272,7 +272,7 @@ def in_its_dtype(texts: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _conversions(model: nn.Module, own: nn.Module, wrapped: Adapted | None) -> Conversions | None:
-    """None if it is no model of transformers, or of a version with another kind of table."""
+    """Return None if the model is not of transformers, or of a version with another kind of table."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         base = plain_name(name) if wrapped is None else wrapped.base_names.get(name)
@@ -285,7 +285,7 @@ def _conversions(model: nn.Module, own: nn.Module, wrapped: Adapted | None) -> C
 
 
 def _json_of(config: Any) -> dict[str, Any] | None:
-    """The file content of a transformers config: the values unlike its defaults, as its own save writes them."""
+    """Return the file content of a transformers config: values that differ from defaults, as it saves them."""
     text = getattr(config, "to_json_string", None)
     if not callable(text):
         return None

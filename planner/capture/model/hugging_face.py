@@ -31,7 +31,7 @@ Fill = Callable[[nn.Module, Path], object]
 def hugging_face_model(
     path: Path, materialize: bool, seeded: Callable[[], None] | None = None, fill: Fill | None = None
 ) -> nn.Module:
-    """The model of ``path``, a directory or its config.json; ``materialize`` reads or draws its weights.
+    """Return the model of ``path``, a directory or its config.json; ``materialize`` reads or draws its weights.
 
     ``fill(model, path)`` gives a model on the meta device the values of quantised weights. Without it transformers
     reads them: it needs a package for some formats, and reads no matrix that its blocks do not divide.
@@ -66,7 +66,7 @@ def hugging_face_model(
 
 
 def import_class(path: Path) -> None:
-    """Import the file of the model's class, which takes seconds; an error of the config is for later to report."""
+    """Import the file of the model's class, which takes seconds; errors of the config are reported later."""
     with suppress(Exception):
         import transformers
 
@@ -74,7 +74,7 @@ def import_class(path: Path) -> None:
 
 
 def _recorded(build: Callable[[], nn.Module], seeded: Callable[[], None]) -> nn.Module:
-    """If recording fails, build the model with memory: that raises the real errors, if any."""
+    """Record the construction. If recording fails, build with memory, which raises the real errors, if any."""
     try:
         return build_recorded(build)
     except Exception:
@@ -106,7 +106,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _refuse_hub_name(path: Path) -> None:
-    """``hf:gpt2``, ``hf:meta-llama/Llama-3.2-1B``: nothing lies there, and it could be a name of the Hub."""
+    """Refuse ``hf:gpt2`` or ``hf:meta-llama/Llama-3.2-1B`` if there is no such path: it may be a name on the Hub."""
     name = str(path)
     if _HUB_NAME.fullmatch(name) and not name.endswith(".json") and not is_directory(path) and not is_file(path):
         raise PlanError(
@@ -120,8 +120,8 @@ def _refuse_hub_name(path: Path) -> None:
 
 
 def _refuse_code(content: dict[str, Any], where: Where) -> None:
-    """Refuse a config with a model that exists only as code beside it. If transformers has the model, its own code is
-    used.
+    """Refuse a config with a model that exists only as code beside it. A model that transformers has is built by its
+    own code.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -135,7 +135,7 @@ def _refuse_code(content: dict[str, Any], where: Where) -> None:
 
 
 def _refuse_many_names(content: dict[str, Any], where: Where) -> None:
-    """Of each of these transformers makes a table with a name for each number, which takes gigabytes and minutes."""
+    """Refuse large numbers of names: transformers makes a table of them, which takes gigabytes and minutes."""
     for key, value in content.items():
         if isinstance(value, dict):
             _refuse_many_names(value, where)
@@ -155,7 +155,7 @@ def _model_class(transformers: ModuleType, config: Any) -> Any:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Whatever transformers and peft look for, they do not look for it in the network."""
+    """Prevent transformers and peft from looking anything up in the network."""
     from huggingface_hub import constants
 
     with installed((constants, "HF_HUB_OFFLINE", True)):
@@ -164,7 +164,7 @@ def offline() -> Iterator[None]:
 
 @contextmanager
 def _counted_modules() -> Iterator[None]:
-    """Raises PlanError once more modules were made than any model has."""
+    """Raise PlanError once more modules are made than any model has."""
     count = 0
 
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -41,15 +41,15 @@ class Window:
     offset: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """The tensor in ``memory``, the bytes of its storage."""
+        """Return the tensor in ``memory``, the bytes of its storage."""
         return torch.empty(0, dtype=self.dtype).set_(memory.untyped_storage(), self.offset, self.size, self.stride)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @dataclass(slots=True)
 class Entry:
-    """One op. ``made``: its results in storages of their own; ``written``: storages that it writes into.
+    """One op. ``made``: its results with storages of their own; ``written``: storages that it writes into.
 
-    ``default_dtype``: of factories that were given none. ``state``: of the generator before a draw, once it is known.
+    ``default_dtype``: of factories without a dtype. ``state``: of the generator before a draw, once it is known.
     """
 
     op: Any
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def read(self) -> Iterator[int]:
-        """The storages of its arguments with values that it reads."""
+        """Return the storages of its arguments with values that it reads."""
         if self.op.overloadpacket in EMPTY:
             return iter(())
         return (leaf.storage for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Window))
@@ -74,7 +74,7 @@ class Entry:
 
 
 class BaseValue:
-    """The op of an entry: a tensor of the base, which ``InitLog.base`` reads once it is known where its values lie."""
+    """The op of an entry: a tensor of the base, which ``InitLog.base`` reads once the source of its values is known."""
 
     overloadpacket = None
 
@@ -114,7 +114,7 @@ class InitLog:
         return storage in self._writers
 
     def sources(self, storage: int) -> list[int]:
-        """The entries that the last content of ``storage`` comes from, in their order."""
+        """Return the entries that the last content of ``storage`` depends on, in their order."""
         found: set[int] = set()
         waiting = [(storage, len(self.entries))]
         while waiting:
@@ -130,7 +130,7 @@ class InitLog:
         return sorted(found)
 
     def keep_only(self, storages: set[int]) -> None:
-        """Forget values and draws that none of ``storages`` comes from; draws stay in their segments."""
+        """Forget values and draws on which none of ``storages`` depends; draws stay in their segments."""
         self.live = frozenset(number for storage in storages for number in self.sources(storage))
         for number, entry in enumerate(self.entries):
             entry.state = entry.state if number in self.live else None
@@ -139,7 +139,7 @@ class InitLog:
 
     @torch.no_grad()
     def value(self, window: Window) -> Tensor:
-        """The tensor that ``window`` shows at the end of the construction, in memory of its own."""
+        """Return the tensor in ``window`` at the end of the construction, in memory of its own."""
         self.repeat_draws()
         memories: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
@@ -148,7 +148,7 @@ class InitLog:
         return window.of(self._memory(window.storage, memories))
 
     def repeat_draws(self) -> None:
-        """Note the state of the generator before each draw that a kept value comes from."""
+        """Note the state of the generator before each draw on which a kept value depends."""
         segments, self.segments = self.segments, []
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for state, numbers in segments:
@@ -187,7 +187,7 @@ class InitLog:
             return entry.op(*args, **kwargs)
 
     def _memory(self, storage: int, memories: dict[int, Tensor]) -> Tensor:
-        """The bytes of a storage; zeros if nothing wrote it, so that it is the same on all ranks."""
+        """Return the bytes of a storage; zeros if nothing wrote to it, so that all ranks have the same."""
         if storage not in memories:
             held = self.held.get(storage)
             empty = torch.zeros(self.num_bytes[storage], dtype=torch.uint8) if held is None else held.clone()

@@ -30,7 +30,7 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Every parameter registered inside goes to the meta device at once; buffers and plain tensors stay real.
+    """Move every parameter that is registered inside to the meta device; buffers and plain tensors stay real.
 
     Storage that a constructor allocated and never wrote costs address space only; an allocation of more than ``HUGE``
     bytes, as for a stack of experts, is on meta from the start. So a model of any size builds.
@@ -43,7 +43,7 @@ def meta_parameters() -> Iterator[None]:
 
 
 def on_registering(changed: Callable[[nn.Parameter], nn.Parameter]) -> Interceptor:
-    """With it installed, a module registers another parameter in the place of each that it is given."""
+    """Return an interceptor with which a module registers ``changed(parameter)`` in place of each parameter."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -61,7 +61,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def copied(module: nn.Module, buffer_of: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with parameters on meta, and the results of ``buffer_of`` for buffers; ties are kept."""
+    """Return a copy with parameters on meta, and results of ``buffer_of`` as buffers; ties are kept."""
     memo: dict[int, Any] = {id(buffer): buffer_of(buffer) for buffer in module.buffers()}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -69,7 +69,7 @@ def copied(module: nn.Module, buffer_of: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 class _HugeOnMeta(TorchFunctionMode):
-    """Factories of tensors that no machine would give memory for at once."""
+    """Sends tensors of factories that are larger than the memory of a machine to the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -85,9 +85,9 @@ def _bytes(args: tuple[Any, ...], given: dict[str, Any]) -> int:
 
 
 def buffer_value(model: nn.Module, fqn: str) -> Tensor:
-    """The value of a buffer, also of one on meta if the model can recreate it; ``model`` is not changed.
+    """Return the value of a buffer; of one on meta if the model can recreate it. ``model`` is not changed.
 
-    Raises PlanError, naming the buffer and a fix, if it cannot.
+    Raises PlanError, with the buffer and a fix, if it cannot.
     """
     path, _, name = fqn.rpartition(".")
     owner = model.get_submodule(path)
@@ -108,7 +108,7 @@ def buffer_value(model: nn.Module, fqn: str) -> Tensor:
 
 
 def initialisers(model: nn.Module, path: str) -> Iterator[Callable[..., Any]]:
-    """``_init_weights`` of the modules around ``path`` that have one, the innermost first, as in transformers."""
+    """Yield ``_init_weights`` of the modules around ``path``, the innermost first, as transformers applies them."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         found = getattr(model.get_submodule(".".join(parts[:length])), "_init_weights", None)
@@ -117,7 +117,7 @@ def initialisers(model: nn.Module, path: str) -> Iterator[Callable[..., Any]]:
 
 
 def _made_by(initialise: Callable[[nn.Module], Any], owner: nn.Module, name: str, fill: int) -> Tensor:
-    """Buffer ``name`` after ``initialise`` ran on a copy of its module: buffers real, parameters on meta."""
+    """Return buffer ``name`` after ``initialise`` ran on a copy of its module: buffers real, parameters on meta."""
     twin = copied(owner, lambda b: torch.full_like(b, fill, device="cpu") if b.is_meta else b.detach().clone())
     with torch.no_grad():
         initialise(twin)
@@ -127,7 +127,7 @@ def _made_by(initialise: Callable[[nn.Module], Any], owner: nn.Module, name: str
 
 
 def give_back_freed() -> None:
-    """Return the pages of every gap, in a few milliseconds; does nothing if the C library is not glibc."""
+    """Return freed pages to the system, in a few milliseconds; does nothing if the C library is not glibc."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # of macOS, musl, Windows

@@ -46,7 +46,7 @@ class CannotRecord(Exception):
 
 
 class RecordedValues:
-    """By dotted name, the values that a model's construction gave its parameters; one at a time, in new memory."""
+    """The values that a model's construction gave its parameters, by dotted name; one at a time, in new memory."""
 
     def __init__(self, log: InitLog, windows: dict[str, Window]) -> None:
         self._log, self._windows = log, windows
@@ -60,15 +60,15 @@ class RecordedValues:
         return self._log.value(self._windows[fqn])
 
     def waits_for_base(self, fqn: str) -> bool:
-        """Whether the value comes of the base's, which must be read first."""
+        """Return whether the value depends on the base's, which must be read first."""
         return self._log.base is None and any(isinstance(entry.op, BaseValue) for entry in self._sources(fqn))
 
     def is_of_base(self, fqn: str) -> bool:
-        """Whether it is a tensor of the base, unchanged."""
+        """Return whether it is an unchanged tensor of the base."""
         return [type(entry.op) for entry in self._sources(fqn)] == [BaseValue]
 
     def reading(self, read: Callable[[str], Tensor]) -> AbstractContextManager[None]:
-        """Inside, ``read`` gives the full tensors of the base, by their names in it."""
+        """Read full tensors of the base by ``read``, which gets their names there."""
         return installed((self._log, "base", read))
 
     def _sources(self, fqn: str) -> list[Entry]:
@@ -80,10 +80,10 @@ def recorded_values(model: nn.Module) -> RecordedValues | None:
 
 
 def build_recorded(build: Callable[[], nn.Module], base: nn.Module | None = None) -> nn.Module:
-    """The model of ``build`` with parameters on the meta device, and its values in ``recorded_values``.
+    """Return the model of ``build`` with parameters on the meta device; its values are in ``recorded_values``.
 
-    ``base``: a module with parameters on meta that ``build`` takes; their values are read later, from elsewhere.
-    Raises CannotRecord, or whatever ``build`` raises.
+    ``base``: a module with parameters on meta that ``build`` takes; their values are read later, from elsewhere. Raises
+    CannotRecord, or any error of ``build``.
     """
     recorder = _Recorder()
     if base is not None:
@@ -109,7 +109,7 @@ def build_recorded(build: Callable[[], nn.Module], base: nn.Module | None = None
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs a construction and writes it down. Owns the numbers of storages, and draws that wait."""
+    """Runs a construction and records it. Owns the numbers of storages, and draws that are postponed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def registering(self) -> Iterator[None]:
-        """Inside, a parameter has no memory from when a module registers it."""
+        """Take the memory of each parameter when a module registers it."""
         apply = nn.Module._apply
 
         def changing(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         return parameter_of(empty, parameter)
 
     def window(self, tensor: Tensor) -> Window:
-        """Of a tensor of this construction, or one from elsewhere: its values are then held."""
+        """Return the window of a tensor; values of a tensor that was made elsewhere are kept."""
         window = self._window(tensor)
         log = self.log
         if not (log.is_written(window.storage) or window.storage in log.held):
@@ -190,8 +190,8 @@ class _Recorder(TorchDispatchMode):
         return shape if shape.untyped_storage().nbytes() > HUGE else func(*args, **kwargs)
 
     def _result(self, func: Any, args: Any, kwargs: Any, written: Any, given: Any) -> Any:
-        """The op's result: on fakes if there are any; on their values if these decide the path, or reach a tensor with
-        memory.
+        """Run the op: on fakes if there are any; on their values if these decide the path, or are written to a tensor
+        with memory.
         """
         if not any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
@@ -238,7 +238,7 @@ class _Recorder(TorchDispatchMode):
         self._waiting[1].append(number)
 
     def _catch_up(self) -> None:
-        """Move the generator to its state after the skipped draws."""
+        """Move the generator to its state after the postponed draws."""
         if self._waiting is None:
             return
         (state, numbers), self._waiting = self._waiting, None
@@ -257,7 +257,7 @@ class _Recorder(TorchDispatchMode):
     # ---- the log
 
     def _noted(self, func: Any, read: Any, written: Any, given: Any, result: Any, *, is_draw: bool = False) -> Any:
-        """Returns ``result``, and adds an entry if it has memory of its own or the op wrote to a tensor.
+        """Return ``result``, and add an entry if it has memory of its own or the op wrote to a tensor.
 
         ``read``: positional and keyword arguments, with windows for tensors.
         """
@@ -281,7 +281,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _to_meta(parameter: nn.Parameter) -> None:
-    """The Python object stays: whoever holds it holds the model's parameter."""
+    """Move the parameter to meta. The Python object stays, and with it all references to it."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     stand_in = nn.Parameter(empty, parameter.requires_grad)
     of_fakes = vars(nn.Parameter(fake(empty, None, parameter.fake_mode)))  # pyright: ignore[reportAttributeAccessIssue]

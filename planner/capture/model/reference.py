@@ -49,8 +49,8 @@ def load_model(
     values_later: bool = False,
     fill: Fill | None = None,
 ) -> nn.Module:
-    """The module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a seed;
-    ``fill`` reads those that are quantised (planner.capture.model.hugging_face).
+    """Return the module that ``reference`` names. ``materialize`` gives an ``hf:`` model real weights, the same for a
+    seed; ``fill`` reads those that are quantised (planner.capture.model.hugging_face).
 
     With ``values_later`` drawn weights stay on the meta device: an Engine makes those of its rank when it needs them.
     Raises PlanError for a malformed reference, anything that cannot be imported, and a callable that fails.
@@ -71,15 +71,15 @@ def load_model(
 
 
 def load_to_plan(reference: str, seed: int, *, has_values: bool = True) -> nn.Module:
-    """The module for a command that plans and runs it: values that are not in files of ``reference`` are real, or drawn
-    when an Engine needs them. ``has_values``: False if a save brings all of them. Raises as ``load_model`` does.
+    """Return the module for a command that plans and runs it: values that are not in files of ``reference`` are real,
+    or drawn when an Engine needs them. ``has_values``: False if a save has all of them. Raises as ``load_model`` does.
     """
     materialize = has_values and pretrained_directory(reference) is None
     return load_model(reference, materialize=materialize, seed=seed, values_later=True)
 
 
 def import_packages(reference: str) -> None:
-    """Import what ``load_model`` will need of packages, and none of the user's files."""
+    """Import the parts of packages that ``load_model`` will need, and none of the user's files."""
     base, option, _ = reference.partition(OPTION)
     if base.startswith("hf:"):
         quiet_transformers()
@@ -101,7 +101,7 @@ def quiet_transformers() -> None:
 
 
 def pretrained_directory(reference: str) -> Path | None:
-    """The directory of ``hf:DIR`` if it holds weights, in any format; None for every other MODEL."""
+    """Return the directory of ``hf:DIR`` if it holds weights, in any format; None for every other MODEL."""
     directory = Path(reference.partition(OPTION)[0].removeprefix("hf:"))
     if not reference.startswith("hf:") or not is_directory(directory):
         return None
@@ -128,18 +128,18 @@ def _call(build: Any, reference: str) -> nn.Module:
 
 
 def named(model: str, peft: Path | None) -> str:
-    """The one text that names the model, with its adapters if there are any."""
+    """Return one text that names the model, with its adapters if there are any."""
     return model if peft is None else f"{model}{OPTION}{peft}"
 
 
 def adapter_directory(reference: str) -> Path | None:
-    """The directory with trained adapters that MODEL names; None for a mere config."""
+    """Return the directory with trained adapters that MODEL names; None for a mere config."""
     path = Path(reference.partition(OPTION)[2])
     return path if OPTION in reference and is_directory(path) and (path / WEIGHTS).exists() else None
 
 
 def _with_adapters(reference: str, materialize: bool, seed: int, values_later: bool, fill: Fill | None) -> nn.Module:
-    """The model of peft. Raises PlanError for a config that is invalid or does not fit the base."""
+    """Return the model of peft. Raises PlanError for a config that is invalid or does not fit the base."""
     base, _, adapters = reference.partition(OPTION)
     file = Path(adapters) / CONFIG if is_directory(Path(adapters)) else Path(adapters)
 

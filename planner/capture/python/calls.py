@@ -37,13 +37,13 @@ _QUIET = {"__get__", "size", "dim", "is_floating_point", "stride", "numel", "__l
 
 @dataclass
 class ForwardCall:
-    """One call of a forward: its ``steps`` (key of each function called, its line), and the keys of its ``outputs``."""
+    """One call of a forward: its ``steps`` (key of each called function, its line), and the keys of its ``outputs``."""
 
     steps: list[tuple[str, FrameType | tuple[Any, int] | None]] = field(default_factory=list)
     outputs: list[str] | None = None
 
     def first_other(self, earlier: ForwardCall) -> Where:
-        """The line of the first step that ``earlier`` did not take."""
+        """Return the line of the first step that is not in ``earlier``."""
         for i, (key, site) in enumerate(self.steps):
             if i >= len(earlier.steps) or earlier.steps[i][0] != key:
                 return _where(site)
@@ -55,7 +55,7 @@ def _where(site: Any) -> Where:
 
 
 class Keys:
-    """Owns the keys of memory over the calls of one capture, and the answers that the first of them got."""
+    """Owns the keys of memory over the calls of one capture, and the answers that the first call got."""
 
     def __init__(self) -> None:
         self._content: dict[int, tuple[str, Tensor]] = {}  # of a storage, and a tensor that keeps it alive
@@ -98,7 +98,7 @@ class Keys:
         return self._answers[asked]
 
     def note(self, key: str, given: list[Tensor], versions: list[int], result: Any) -> None:
-        """Note the content of a function's results, and of its written arguments, after it ran."""
+        """Note the content of a function's results, and of the arguments that it wrote to."""
         own = {storage_of(t) for t in given}
         for tensor, version in zip(given, versions, strict=True):
             if tensor._version != version:
@@ -112,7 +112,7 @@ class Keys:
 
 
 class Recorder(TorchFunctionMode):
-    """Records one call of ``model`` into ``call`` while it is entered."""
+    """Records one call of a model into ``call`` while it is active."""
 
     def __init__(self, keys: Keys) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _gives_tensor(func: Any) -> bool:
-    """Of properties, those that are views: x.T, x.mT, x.real, x.data, x.grad."""
+    """Return whether a property is a view: x.T, x.mT, x.real, x.data, x.grad."""
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", "") in ("T", "mT", "H", "mH", "real", "imag", "data")
 
@@ -153,7 +153,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it is neither sparse nor a row of many, within vmap."""
+    """Return whether a tensor is neither sparse nor a row within vmap."""
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -59,7 +59,7 @@ _REPEATED = "one process repeats the noise, but a plan would draw new noise"
 
 
 class PythonDraws:
-    """Watches one forward. ``doubts``: what lines of the user read that is another in each call, and these lines."""
+    """Watches one forward. ``doubts``: clocks and identifiers that it reads, which change, with the lines."""
 
     def __init__(self, model: nn.Module) -> None:
         self.doubts: list[tuple[str, Where]] = []
@@ -69,7 +69,7 @@ class PythonDraws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Afterwards Python's and NumPy's generators are restored: planning draws nothing from them."""
+        """Watch inside; afterwards the generators of Python and NumPy are restored: planning draws nothing."""
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         owners = random, np.random, time, os, uuid, secrets, *_of_torch(), *self._modules
         with python_generators_kept(), installed(*by_identity(owners, replaced)), self.seeds.watched():
@@ -120,7 +120,7 @@ class PythonDraws:
 
 
 class _Refused:
-    """A number that nothing may compute with."""
+    """A number with which nothing may compute."""
 
     refuse: Callable[[], None]
 
@@ -144,9 +144,9 @@ COMPARES = ("lt", "le", "gt", "ge")
 
 
 class CertainDraws(TorchFunctionMode):
-    """While it is entered, a certain comparison of one drawn number is a constant tensor, on which a branch may depend.
+    """While active, a certain comparison of one drawn number is a constant tensor, on which a branch may depend.
 
-    ``check`` is called with the arguments of every torch function, ``assume`` when a draw is assumed not to be 0.
+    ``check`` gets the arguments of every torch function; ``assume`` is called when a draw is assumed not to be 0.
     """
 
     def __init__(self, check: Callable[..., None] | None = None, assume: Callable[[], None] | None = None) -> None:
@@ -176,12 +176,12 @@ class CertainDraws(TorchFunctionMode):
 
 
 def _is_drawn(x: Any) -> bool:
-    """Whether nothing has written into the tensor since it was drawn."""
+    """Return whether the tensor was not written to since it was drawn."""
     return isinstance(x, Tensor) and getattr(x, "_drawn_at_version", None) == x._version
 
 
 def certain_answer(name: str, bound: float) -> bool | None:
-    """``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None if it depends on the draw."""
+    """Return ``draw < bound`` (or <=, >, >=) for every draw from [0, 1); None if it depends on the draw."""
     if bound >= 1 or bound < 0:
         return (name in ("lt", "le")) == (bound >= 1)
     return {"lt": False, "ge": True}.get(name) if bound == 0 else None
@@ -204,7 +204,7 @@ class Draw(_Refused, float):
 
 
 class Identifier(_Refused, int):
-    """The number of a UUID: it may name a thing, but nothing is computed of it."""
+    """The number of a UUID: it may name a thing, but nothing is computed from it."""
 
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _USED
     __lt__ = __le__ = __gt__ = __ge__ = __divmod__ = to_bytes = bit_length = bit_count = _USED
@@ -214,18 +214,18 @@ class Identifier(_Refused, int):
 
 
 def _of_torch() -> tuple[ModuleType, ...]:
-    """Importing torch._dynamo puts another torch.manual_seed there."""
+    """Return the modules with functions that set seeds; importing torch._dynamo adds another torch.manual_seed."""
     return torch, torch.random, sys.modules["torch.cuda"]
 
 
 class TorchSeeds:
-    """Watches one forward."""
+    """Watches seeds and generators of PyTorch during one forward."""
 
     def __init__(self, sites: CallSites) -> None:
         self._sites, self._is_running = sites, False
 
     def replacements(self) -> Iterator[tuple[Any, Any]]:
-        """Functions of PyTorch that set a seed, and their replacements meanwhile."""
+        """Yield functions of PyTorch that set a seed, and their replacements."""
         for module in _of_torch():
             for name in SETTERS:
                 if hasattr(module, name):
@@ -247,7 +247,7 @@ class TorchSeeds:
                 generator.set_state(state)
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Check the arguments of each torch function, and whether a method of the generator set the seed."""
+        """Check the arguments of a torch function, and whether a method of the generator set the seed."""
         if not self._is_running:
             return
         if isinstance((kwargs or {}).get("generator"), torch.Generator):

@@ -60,8 +60,8 @@ _NEAR = 12  # lines between a question and the branch that it guards
 
 
 class EagerAnswers:
-    """Owns the answers of one capture. ``traced``: the call stacks to which the true answer is given, and their
-    beginnings down to a function that was refused; earlier captures of the model may have found them.
+    """Owns the answers of one capture. ``traced``: the call stacks to which the true answer is given, with their
+    prefixes down to a refused function; earlier captures of the model may have found them.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, traced: dict[Stack, Where]) -> None:
@@ -90,7 +90,7 @@ class EagerAnswers:
                 self._is_over = True  # for a module that was imported meanwhile, and holds on to an answer
 
     def give_in(self, where: Where | str | None) -> bool:
-        """After a refusal at ``where``: the question that led there is answered truly from now on; False if none did.
+        """After a refusal at ``where``: answer the question that led there truly from now on; False if there is none.
 
         It is the last question of the function with the refused line, or of one of its callers. Other calls of that
         function, which would be refused in their turn, get the same answer.
@@ -114,7 +114,7 @@ class EagerAnswers:
         ]
 
     def _is_traced(self, frame: FrameType) -> bool:
-        """Notes a question that a user's frame asks; whether it is one of those answered truly."""
+        """Note a question from a user's frame; return whether it is answered truly."""
         stack = _users_stack(frame)
         self.asked.pop(stack, None)
         self.asked[stack] = self._sites.here()
@@ -135,7 +135,7 @@ class EagerAnswers:
     # ---- classes of tensors
 
     def _class_of(self, value: Any) -> Any:
-        """The class that a fake tensor's place holds in eager mode."""
+        """Return the class that a fake tensor has in eager mode."""
         for name, kind in self._unusual.items():
             owner, _, attribute = name.rpartition(".")
             if getattr(self._model.get_submodule(owner), attribute, None) is value:

@@ -32,7 +32,7 @@ _PLAIN = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.dev
 
 
 def users_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules, other than PyTorch's, in which the model's classes and their bases are written."""
+    """Return the Python modules, other than PyTorch's, that define the model's classes and their bases."""
     kinds = dict.fromkeys(type(m) for m in model.modules())
     names = dict.fromkeys(base.__module__ for kind in kinds for base in kind.__mro__)
     found = (sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "builtins"))
@@ -40,7 +40,7 @@ def users_modules(model: nn.Module) -> list[ModuleType]:
 
 
 def foreign_modules() -> list[ModuleType]:
-    """All that are neither Python's nor PyTorch's, nor a library that knows nothing of tracing. A forward may import
+    """Return all modules but those of Python, PyTorch, and libraries that know nothing of tracing. A forward may import
     them when it needs them.
     """
     named = ((name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _NOT_USERS)
@@ -48,8 +48,8 @@ def foreign_modules() -> list[ModuleType]:
 
 
 def own_modules(model: nn.Module) -> list[ModuleType]:
-    """Those of the model's classes, and all that are not installed: other installed packages may read a clock for
-    themselves, even in the middle of a forward, as in a callback of the garbage collector.
+    """Return modules of the model's classes, and all that are not installed: other installed packages may read a clock
+    for themselves, even during a forward, as in a callback of the garbage collector.
     """
     found = {id(module): module for module in users_modules(model)}
     for module in foreign_modules():
@@ -64,20 +64,20 @@ def _is_installed(file: str) -> bool:
 
 
 class CachedFunctions:
-    """Owns the count of misses of each cached function that a forward of ``model`` may call, when it is made."""
+    """Owns the count of misses of each cached function that a forward of ``model`` may call, at construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self._misses = {function: function.cache_info().misses for function in dict.fromkeys(_reachable(model))}
 
     def forget(self) -> None:
-        """Clear the caches that were filled since, and may hold tensors."""
+        """Clear the caches that were filled since and may hold tensors."""
         for function in self._filled():
             if not all(isinstance(result, _PLAIN) for result in _results(function)):
                 function.cache_clear()
                 self._misses[function] = 0
 
     def tensors(self) -> list[tuple[Tensor, Any]]:
-        """Each tensor in a cache that was filled since, and its function."""
+        """Return each tensor in a cache that was filled since, with its function."""
         return [(tensor, function) for function in self._filled() for tensor in _tensors_held(_results(function))]
 
     def _filled(self) -> list[Any]:
@@ -97,7 +97,7 @@ def refuse_frozen(function: Any) -> None:
 
 
 def _results(function: Any) -> list[Any]:
-    """The kept results. The cache refers to its keys and results in turn, or to one dict of them if it has no limit."""
+    """Return the cached results: a cache refers to keys and results in turn, or to a dict of them if unlimited."""
     info, held = function.cache_info(), gc.get_referents(function)
     held = [o for o in held if o is not _CACHED and not (isinstance(o, type) and o.__name__ == _ENTRY)]
     return list(held[0].values()) if info.maxsize is None else held[1 : 2 * info.currsize : 2]
@@ -112,7 +112,7 @@ def _tensors_held(results: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _reachable(model: nn.Module) -> Iterator[Any]:
-    """Cached functions in modules of Python, in classes there, and in attributes of the model's modules."""
+    """Yield cached functions in modules of Python, in classes there, and in attributes of the model's modules."""
     for module in own_modules(model):
         for value in list(vars(module).values()):
             yield from _cached_of(value)
@@ -125,7 +125,7 @@ def _reachable(model: nn.Module) -> Iterator[Any]:
 
 
 def _cached_of(value: Any) -> Iterator[Any]:
-    """The cached function that ``value`` is, or that it calls as a closure or a method of a class."""
+    """Yield the cached function that ``value`` is, or that it calls as a closure or a method of a class."""
     if isinstance(value, (classmethod, staticmethod, property)):
         value = value.fget if isinstance(value, property) else value.__func__
     if type(value) is _CACHED:
@@ -135,7 +135,7 @@ def _cached_of(value: Any) -> Iterator[Any]:
 
 
 def content_of(cell: Any, empty: Any = None) -> Any:
-    """``empty`` for one that has none."""
+    """Return the content of a cell, or ``empty``."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -42,9 +42,9 @@ Access = tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None]]
 
 @dataclass(eq=False)
 class Holder:
-    """Something that keeps values by key: ``read`` gives them, ``write`` puts them back.
+    """An object that keeps values by key: ``read`` returns them, ``write`` restores them.
 
-    ``owner`` is a module's path, ``name`` the attribute that it hangs on.
+    ``owner`` is a module's path, ``name`` the attribute that holds it.
     """
 
     owner: str
@@ -57,7 +57,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Change:
-    """One value that the forward changed: ``what`` in words, and its place in the user's code."""
+    """One value that the forward changed."""
 
     holder: Holder
     key: Any
@@ -73,12 +73,12 @@ class Change:
 
     @property
     def is_a_draw(self) -> bool:
-        """Whether it is the state of a generator of random numbers: the next draw is another."""
+        """Return whether it is the state of a random generator: the next draw differs."""
         return self.key == _DRAWN
 
     @property
     def is_new(self) -> bool:
-        """Whether a call adds it, to a list or a dict."""
+        """Return whether a call adds it, to a list or a dict."""
         return self.before is _MISSING and bool(self.holder.name)
 
     @property
@@ -87,12 +87,12 @@ class Change:
 
     @property
     def is_made(self) -> bool:
-        """Whether the value is another than before, now."""
+        """Return whether the current value differs from that before."""
         return not _same(self.before, self.holder.read().get(self.key, _MISSING))
 
 
 class PythonState:
-    """Owns a snapshot of the Python state of ``model``, taken when it is made."""
+    """A snapshot of the Python state of ``model``, taken at construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self._holders = list(_Walk(model).holders())
@@ -123,7 +123,7 @@ class PythonState:
 
 
 def move_on(changes: list[Change], later: Callable[[Tensor], Tensor | None], by: int = FAR) -> None:
-    """Put the model as after many more calls: numbers ``by`` further, and for each tensor the result of ``later``. If
+    """Put the model into its state after many more calls: numbers ``by`` further, and ``later(t)`` for each tensor. If
     that is None, the value before the call, which would have made the same.
     """
     for change in changes:
@@ -150,7 +150,7 @@ def _counts(before: Any, after: Any) -> bool:
 
 
 def is_doubtful(change: Change, is_constant: Callable[[Tensor], bool]) -> bool:
-    """Whether a later call could read something else there than the first did."""
+    """Return whether a later call could read another value there than the first."""
     held = tensors_in(change.after)
     return not held or not all(map(is_constant, held))
 
@@ -196,14 +196,14 @@ class _Walk:
                 yield from self._kept_by(f"{python_module.__name__}.{name}", value)
 
     def _kept_by(self, name: str, value: Any) -> Iterator[Holder]:
-        """A container in a global, and those in the defaults of a function: a memo of tensors may be one."""
+        """Yield a container in a global, and those in the defaults of a function, such as a memo of tensors."""
         if type(value) in _CONTAINERS and not name.rpartition(".")[2].startswith("__"):
             yield from self._inside("", name, None, value, depth=1)
         for default in (value.__defaults__ or ()) if type(value) is FunctionType else ():
             yield from self._kept_by(f"{name}(…)", default)
 
     def _inside(self, path: str, name: str, module: nn.Module | None, value: Any, depth: int = 4) -> Iterator[Holder]:
-        """Holders inside of an attribute's value."""
+        """Yield holders inside an attribute's value."""
         if id(value) in self._seen or not depth or isinstance(value, (nn.Module, Tensor, type, ModuleType, str, bytes)):
             return
         access = _access(value)
@@ -219,7 +219,7 @@ class _Walk:
 
 
 def _access(value: Any) -> Access | None:
-    """How to read and write the content of a value; None for a value of unknown kind."""
+    """Return how to read and write the content of a value; None for a value of unknown kind."""
     if isinstance(value, (dict, list, deque, set)) and len(value) > MOST:
         return None
     if isinstance(value, dict):
@@ -254,7 +254,7 @@ class _Bits(str):
 
 
 def _buffer_access(module: nn.Module) -> Access:
-    """Buffers without a value so far, and those that are registered later; export watches the others."""
+    """Return the access to buffers without a value so far, or registered later; export watches the others."""
     buffers = module._buffers
     held = {name for name, buffer in buffers.items() if buffer is not None}
 
@@ -275,7 +275,7 @@ def _cell_access(cells: dict[str, CellType]) -> Access:
 
 
 def _names_holder(owner: Any, name: str, kinds: tuple[type, ...]) -> Holder:
-    """Of the values of these ``kinds`` that have names in a class, or in a module of Python."""
+    """Return the holder of values of these ``kinds`` that have names in a class or a Python module."""
 
     def read() -> dict[Any, Any]:
         return {k: v for k, v in vars(owner).items() if isinstance(v, kinds) and not k.startswith("__")}
@@ -292,7 +292,7 @@ def _without_machinery(content: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _refill(content: dict[Any, Any], values: dict[Any, Any]) -> None:
-    """Exactly ``values``, except entries of nn.Module itself."""
+    """Set exactly ``values``, except entries of nn.Module itself."""
     for key in [k for k in content if k not in values and k not in _MACHINERY]:
         del content[key]
     content.update(values)

@@ -36,8 +36,8 @@ STATE_FIX = "a plan is the same for every step: pass changing values as inputs o
 
 
 class ForwardWatch:
-    """Owns the snapshot of the model's Python state before its forward, which is of ``kwargs``. ``remarks``: for the
-    user, with lines.
+    """Watches all forwards of one capture, with ``kwargs``; owns the snapshot of Python state before the first one.
+    ``remarks``: for the user, with lines.
     """
 
     def __init__(self, model: nn.Module, kwargs: Mapping[str, Any], exchange: Exchange, mode: FakeTensorMode) -> None:
@@ -59,7 +59,7 @@ class ForwardWatch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Around all exports; afterwards the model is in its state before the first forward."""
+        """Watch all exports inside; afterwards the model is in its state before the first forward."""
         call = nn.Module._call_impl
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class ForwardWatch:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Around one forward; afterwards the changes of state that the first one made are known."""
+        """Watch one forward; afterwards the state that the first one changed is known."""
         self._cached.forget()
         if self._state is None:
             self._state = PythonState(self._model)
@@ -119,7 +119,7 @@ class ForwardWatch:
         self._records = False
 
     def calls_alike(self, calls: Iterable[FurtherCall]) -> bool:
-        """Make ``calls``; whether all ended, and computed the same as those before."""
+        """Make ``calls``; return whether all ended, and computed the same as earlier ones."""
         for call in calls:
             self._run(call)
             if not call.has_ended or self.unlike is not None:
@@ -128,11 +128,11 @@ class ForwardWatch:
         return True
 
     def forget_calls(self) -> None:
-        """All but the first."""
+        """Forget all calls but the first."""
         del self._calls[1:]
 
     def run(self, call: FurtherCall) -> None:
-        """Make ``call``, which may not come to its end, and does not count among the others."""
+        """Make ``call``, which may not end, and is not compared with others."""
         self._records = False
         self._run(call)
 
@@ -142,7 +142,7 @@ class ForwardWatch:
 
     @property
     def left_nothing(self) -> bool:
-        """Whether all calls computed the same, and left no state that a next one could read."""
+        """Return whether all calls computed the same, and left no state that a next one could read."""
         return bool(self._calls) and not self._changes and not self.doubts and self.unlike is None and not self.remarks
 
     def _call(self) -> None:
@@ -151,7 +151,7 @@ class ForwardWatch:
 
     @property
     def unlike(self) -> Where | None:
-        """The line at which one of the next calls went another way than the first; None if all computed the same."""
+        """Return the line at which a further call went another way than the first; None if none did."""
         return self._unlike(self._calls)
 
     def _unlike(self, calls: list[ForwardCall]) -> Where | None:
@@ -162,11 +162,11 @@ class ForwardWatch:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether calls differ by a state that no attribute shows, and that cannot be restored."""
+        """Return whether calls differ by state that no attribute shows, and that cannot be restored."""
         return self.unlike is not None and not self._changes
 
     def refuse_draws(self) -> None:
-        """Raise PlanError if a generator of random numbers that the model holds has moved."""
+        """Raise PlanError if a random generator that the model holds has moved."""
         for change in self._changes:
             if change.is_a_draw:
                 raise PlanError(
@@ -177,7 +177,7 @@ class ForwardWatch:
                 )
 
     def _line_of(self, change: Change) -> Where:
-        """The line that makes it, in one more call; without a line if that is none of the user's."""
+        """Return the line that makes the change, in one more call; without a line if it is not the user's."""
         with self.as_before():
             owner = change.holder.owner
             return line_that_changes(lambda: change.is_made, self._call, owner) or Where(owner)
@@ -202,7 +202,7 @@ class ForwardWatch:
             raise self._depends(where, []) if self._changes else self._changing(where)
 
     def refuse_changing(self) -> None:
-        """Raise PlanError unless further calls came to rest: they may change once, as a cache is filled."""
+        """Raise PlanError unless further calls settle: they may change once, as a cache is filled."""
         turns = [(x, y) for x, y in pairwise(self._calls) if x.outputs != y.outputs]
         if turns and (turns[1:] or turns[0][1] is self._calls[-1]):
             raise self._changing(turns[0][1].first_other(turns[0][0]))
@@ -219,7 +219,7 @@ class ForwardWatch:
 
     @property
     def doubts(self) -> bool:
-        """Whether a next forward may compute something else than this one."""
+        """Return whether a next forward may compute something else than this one."""
         return bool(self._doubtful or self._draws.doubts or (self._changes and self.unlike is not None))
 
     @property
@@ -231,21 +231,21 @@ class ForwardWatch:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the model is in its state before the first forward."""
+        """Restore the state before the first forward."""
         assert self._state is not None
         self._state.restore()
         yield
 
     @contextmanager
     def moved_on(self, by: int = FAR) -> Iterator[None]:
-        """The model ``by`` forwards later: the hooks that the first has installed stay."""
+        """Put the model ``by`` forwards later: the hooks that the first has installed stay."""
         assert self._state is not None
         self._state.restore(with_hooks=False)
         move_on(self._changes, self._later, by)
         yield
 
     def _later(self, tensor: Tensor) -> Tensor | None:
-        """The value in the place of ``tensor`` at a later forward; None for the value before the first."""
+        """Return the value of ``tensor`` at a later forward; None for the value before the first."""
         if self._is_constant(tensor):
             return self._constant[id(tensor)][1]
         return fake(tensor, None, self._mode)
@@ -264,7 +264,7 @@ class ForwardWatch:
         self.remarks += [(f"the forward reads {what}: its result did not depend on it", at) for what, at in self._read]
 
     def _constants(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The tensors that the forward left and that are made of constant values, while the tracer knows them."""
+        """Yield the tensors that the forward left and that are made of constants, while the tracer knows them."""
         mode = proxy_tensor.get_proxy_mode()
         tensors = {id(t): t for change in self._changes for t in tensors_in(change.after)}.values()
         if mode is None or not tensors:
@@ -290,17 +290,17 @@ class ForwardWatch:
                 refuse_frozen(function)
 
     def _fixed_nodes(self, tracer: Any) -> dict[Any, Tensor]:
-        """The nodes of buffers and frozen parameters, with their values."""
+        """Return the nodes of buffers and frozen parameters, with their values."""
         values = self._fixed_values()  # export puts tensors of its own in their place
         named = (*self._model.named_buffers(), *self._model.named_parameters())
         return {node_of(t, tracer): values[name] for name, t in named if name in values}
 
     def _fixed_values(self) -> dict[str, Tensor]:
-        """Buffers and frozen parameters by name: their values, which the exchange has put aside."""
+        """Return buffers and frozen parameters by name, with the values that the exchange holds."""
         return {name: self._exchange.values(tensor) for name, tensor in self._fixed.items()}
 
     def _filled_buffers(self) -> dict[str, Tensor]:
-        """Buffers without a value before the forward, by name: the values that it gave them, if these are known."""
+        """Return buffers without a value before the forward, by name, with known values that it set."""
         values = {change.what: self._constant.get(id(change.after), (None, None))[1] for change in self._changes}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -309,7 +309,7 @@ class ForwardWatch:
 
     @property
     def _read(self) -> list[tuple[str, Where]]:
-        """Clocks and identifiers, each line once."""
+        """Return clocks and identifiers, each line once."""
         return list(dict.fromkeys(self._draws.doubts))
 
     def _depends(self, where: Where, read: list[tuple[str, Where]]) -> PlanError:

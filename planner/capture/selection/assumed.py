@@ -1,11 +1,10 @@
-"""Branches with one side that only raises: an assumption takes the other side.
+"""Branches with one side that only raises: the plan assumes the other side.
 
     if not (ids < n).all(): raise ValueError          the answer is assumed to be yes
 
-An export needs an answer; which one raises is found by trying. An answer after which the forward raises, before it asks
-anything else, becomes its opposite; one after which it does not is tried the other way round as well. If neither
-raises, the branch depends on data, and is refused at its line. Questions asked from the same place, by the same
-callers, have one answer.
+An export needs an answer, and trials find the one that raises. If the forward raises after an answer, before it asks
+anything else, the opposite is assumed; otherwise the opposite is tried too. If neither raises, the branch depends on
+data, and is refused at its line. Questions from the same place in the code, with the same callers, have one answer.
 """
 
 import dis
@@ -40,7 +39,7 @@ class ExportAgain(PlanError):
 
 @dataclass(slots=True)
 class Taken:
-    """An answer of one export to the question at ``key``."""
+    """The answer to the question at ``key`` in one export."""
 
     key: Key
     answer: bool
@@ -50,7 +49,7 @@ class Taken:
 
 
 class Assumptions:
-    """Owns the answers that are assumed, and which of them were seen to raise otherwise."""
+    """Owns the assumed answers, and those with an opposite after which the forward raises."""
 
     def __init__(self) -> None:
         self.flipped: Key | None = None
@@ -69,21 +68,21 @@ class Assumptions:
         self._checks = {}
 
     def checks(self, where: Where, condition: Condition | None, what: str = CHECK) -> None:
-        """A check that PyTorch makes when the forward runs, or ``what``; None if a host cannot make it."""
+        """Note a check that PyTorch makes when the forward runs, or ``what``; None if a host cannot make it."""
         if condition is not None:
             self._checks[where, what] = condition
 
     def drew(self, where: Where) -> None:
-        """A comparison that is certain unless a number drawn from [0, 1) is exactly 0."""
+        """Note a comparison that is certain unless a number drawn from [0, 1) is exactly 0."""
         self._checks[where, DRAW] = None
 
     def answer(self, key: Key) -> bool | None:
-        """The assumed answer to the question at ``key``; None without one."""
+        """Return the assumed answer to the question at ``key``; None without one."""
         answer = self._answers.get(key)
         return answer if answer is None or key != self.flipped else not answer
 
     def guess(self, key: Key) -> bool:
-        """An answer to a question that nothing but trying can settle."""
+        """Return an answer to a question that only a trial can settle."""
         return self._answers.setdefault(key, True)
 
     def took(self, taken: Taken) -> None:
@@ -94,8 +93,8 @@ class Assumptions:
     # ---- afterwards
 
     def settled(self, attempt: Callable[[], T], trial: Callable[[], Any]) -> T:
-        """The result of ``attempt`` with answers that do not raise. ``trial``: one forward alone, with one answer
-        flipped.
+        """Return the result of ``attempt`` with answers that do not raise. ``trial``: one forward alone, with one
+        answer flipped.
 
         Raises PlanError if an answer decides more than whether the forward raises.
         """
@@ -115,7 +114,7 @@ class Assumptions:
             return found
 
     def _learn(self, error: PlanError) -> bool:
-        """Whether the forward raised after an answer that another may replace."""
+        """Return whether the forward raised after an answer that another one may replace."""
         last, raised = self._last, _raised(error)
         if last is None or raised is None or last.key in self._raises:
             return False
@@ -141,7 +140,7 @@ class Assumptions:
             raise branch_on_data(taken[key][0].where)
 
     def found(self, names: Sequence[str]) -> list[Assumption]:
-        """All of the export that is kept, each check once. ``names``: the batch keys, in the order of its inputs."""
+        """Return the assumptions of the kept export, each check once. ``names``: batch keys, as its inputs."""
         rows: dict[tuple[Where, str], Assumption] = {}
         for key, all_taken in self._taken.items():
             for taken in all_taken:
@@ -161,18 +160,18 @@ def branch_on_data(where: Where) -> PlanError:
 
 
 def key_of_stack() -> Key:
-    """The place in the code that asks, and those that called it; equal for layers of one kind in a loop."""
+    """Return the place in the code that asks, and its callers; equal for layers of one kind in a loop."""
     frames = ((frame.f_code, frame.f_lasti) for frame, _ in traceback.walk_stack(sys._getframe(1)))
     return tuple((code.co_filename, code.co_qualname, at) for code, at in frames if _is_checking(code.co_filename))
 
 
 def _is_checking(file: str) -> bool:
-    """Whether code is a user's, or a check of PyTorch's."""
+    """Return whether code is a user's, or a check of PyTorch's."""
     return file.startswith(_CHECKING) or not is_foreign_frame(file)
 
 
 def _raised(error: PlanError) -> str | None:
-    """In words the exception that a line of the user's (or a check of PyTorch's) raised; None for any other failure."""
+    """Return the exception that the user (or a check of PyTorch) raised, as text; None for any other failure."""
     cause = error.__cause__
     if cause is None or isinstance(cause, PlanError) or cause.__traceback__ is None:
         return None

@@ -29,13 +29,13 @@ def is_read(node: fx.Node | None) -> bool:
 
 
 def reads_of(makers: Mapping[Any, fx.Node | None]) -> list[fx.Node]:
-    """The tensors out of which numbers are read, of the calls that made them."""
+    """Return the tensors from which numbers are read, of the calls that made these."""
     reads = [node.args[0] for node in makers.values() if node is not None and is_read(node)]
     return [n for n in reads if isinstance(n, fx.Node)]
 
 
 def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | None], tracer: Any) -> Condition | None:
-    """``makers``: of each symbol the call that read it. None if it reads more than the batch, or much."""
+    """Return the condition; None if it reads too much. ``makers``: of each symbol the call that read it."""
     nodes = reads_of(makers)
     order = in_order(nodes)
     if len(nodes) < len(makers) or not all(map(_is_plain, order)):
@@ -44,7 +44,7 @@ def condition_of(question: Any, answer: bool, makers: Mapping[Any, fx.Node | Non
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a call can be made again later: it draws nothing, and no op writes into its inputs or results."""
+    """Return whether a call can be repeated later: it draws nothing, and no op writes into its inputs or results."""
     if node.op != "call_function":
         return not any(is_mutable(user.target) for user in node.users)
     is_op = follows(node) and hasattr(node.target, "_schema") and not is_mutable(node.target)
@@ -52,14 +52,14 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def that(truth: Truth, of: fx.Node, order: Sequence[fx.Node], root: Any, **rest: Any) -> Condition | None:
-    """That the ``truth`` of a value is true. ``order``: the calls that make it, with those that write into it."""
+    """Return the condition that ``truth`` of a value is true. ``order``: the calls that make it or write into it."""
     if not all(n.op != "call_function" or (follows(n) and hasattr(n.target, "_schema")) for n in order):
         return None
     return conditioned(Asked(sympy.Eq(_TRUTH, 1), True, (_TRUTH,), truth), order, [of], root, **rest)
 
 
 class Asked(NamedTuple):
-    """``symbols`` stand for the ``truth`` of what is read."""
+    """``symbols`` stand for the ``truth`` of the values that are read."""
 
     question: Any
     answer: bool
@@ -76,10 +76,10 @@ def conditioned(
     most: int = MOST_ELEMENTS,
     constants: Mapping[str, Tensor] = _NOTHING,
 ) -> Condition | None:
-    """``constants``: values of placeholders, by name.
+    """Return the condition. ``constants``: values of placeholders, by name.
 
-    None if ``order`` computes more than ``most`` elements, as many as data selects, or with a tensor without a value.
-    Inputs are named by their position among the placeholders.
+    None if ``order`` computes more than ``most`` elements, a number of elements that depends on data, or with a tensor
+    without a value. Inputs are named by their position among the placeholders.
     """
     held = {n: constants[n.name] for n in order if n.op == "placeholder" and n.name in constants}
     attributes = {str(n.target): getattr(root, str(n.target)) for n in order if n.op == "get_attr"}

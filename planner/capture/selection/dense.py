@@ -63,7 +63,7 @@ def with_all_rows(
     inputs: Sequence[str],
     constants: Mapping[str, torch.Tensor],
 ) -> AllRows:
-    """A graph of its own in which no shape depends on data.
+    """Return a graph of its own in which no shape depends on data.
 
     ``nobody``: of masks that a branch asked about, by number, those with selections that write nothing. ``inputs``: of
     the batch. ``constants``: by placeholder.
@@ -154,7 +154,7 @@ class _Rewriter:
         return Positions(space, dims)
 
     def _note(self, space: Space, value: Any) -> None:
-        """The number of rows in ``value`` is that of ``space``; a mask that is written twice has one number."""
+        """Note that the number of rows in ``value`` is that of ``space``; masks written twice have one number."""
         known = next((symbol for symbol, of in self.spaces.items() if of is space), None)
         for symbol in sorted(symbols_of(value) - self.spaces.keys(), key=str):
             self.spaces[symbol] = space
@@ -198,7 +198,7 @@ class _Rewriter:
         return Rows(space, self.write.kept_small(space, rows, slots.dims[0]), (x, slots))
 
     def _slots(self, node: fx.Node, given: Mapping[str, Any]) -> tuple[Space, Slots] | None:
-        """By which mask, and along which dims; None if positions are given by something else. ``given``: the arguments,
+        """Return the mask and dims of the positions; None if something else gives positions. ``given``: the arguments,
         one index and its dim, or several of the first dims.
         """
         alone = "index" in given
@@ -253,7 +253,7 @@ class _Rewriter:
         return (self.write.added if adds else self.write.replaced)(space, out, slots, rows.node)
 
     def _written(self, space: Space, made: Any) -> Rows | None:
-        """The written value, with all rows; also one number for all rows."""
+        """Return the written value, with all rows; it may be one number for all rows."""
         if isinstance(made, Rows):
             return made if made.space is space else None
         is_one = isinstance(made, fx.Node) and made.meta["val"].numel() == 1
@@ -262,7 +262,7 @@ class _Rewriter:
     # ---- ops on positions and on rows
 
     def _positions(self, node: fx.Node) -> Any:
-        """Positions laid out otherwise, or a column of them."""
+        """Return positions in another layout, or columns of them."""
         made = self.env[node.all_input_nodes[0]]
         packet, value = packet_of(node.target), node.meta["val"]
         if isinstance(made, Positions) and node.all_input_nodes[0] is node.args[0]:
@@ -329,7 +329,7 @@ class _Rewriter:
         return made.node if isinstance(made, Rows) else made
 
     def _sized(self, size: Any) -> int:
-        """A size with all rows in place of the selected."""
+        """Return a size with all rows in place of the selected ones."""
         if isinstance(size, int):
             return size
         return int(size.node.expr.subs({s: space.num for s, space in self.spaces.items()}))

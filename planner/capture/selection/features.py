@@ -36,7 +36,7 @@ class Features:
         self._write, self._inputs, self._constants = write, inputs, constants
 
     def scattered(self, call: fx.Node, env: Mapping[Any, Any]) -> fx.Node | None:
-        """The value of a call that ``scatters``; None for others, and where it stays. ``env``: the new values."""
+        """Return the value of a call that ``scatters``; None for other calls, and if it stays. ``env``: new values."""
         if not scatters(call):
             return None
         given, shape = named(call), shape_of(call)
@@ -53,7 +53,7 @@ class Features:
         return self._write.call(aten.where.self, chosen, self._write.shaped(rows, shape), x)
 
     def _along_first_dims(self, mask: fx.Node, shape: Sequence[int]) -> tuple[fx.Node, int]:
-        """``mask`` of a value of ``shape``, without the last dims, along which it is the same; how many it keeps."""
+        """Return ``mask`` without last dims along which it is constant in ``shape``, and how many it keeps."""
         while _is_spread(mask) and mask.args[0].meta["val"].dtype == torch.bool:  # pyright: ignore
             mask = mask.args[0]  # pyright: ignore[reportAssignmentType]
         strides = mask.meta["val"].expand(shape).stride()
@@ -66,7 +66,7 @@ class Features:
         return mask, num
 
     def cut(self, call: fx.Node, env: Mapping[Any, Any], space: Space) -> Rows | None:
-        """Features that are cut to as many rows as the mask of ``space`` selects; None for other calls."""
+        """Return features that are cut to as many rows as the mask of ``space`` selects; None for other calls."""
         given = named(call)
         if packet_of(call.target) is not aten.narrow or not isinstance(env[given["self"]], fx.Node) or given["start"]:
             return None
@@ -78,7 +78,7 @@ class Features:
         return Rows(space, self._write.shaped(rows, [space.num, *inner]))
 
     def _at(self, call: fx.Node, mask: fx.Node, source: fx.Node, inner: Sequence[int]) -> fx.Node | None:
-        """[b, s, ..]: the feature of each position; any at one that is not selected. ``inner``: of one feature."""
+        """Return [b, s, ..]: the feature of each position, and any one elsewhere. ``inner``: dims of one feature."""
         if len(shape_of(mask)) < 2:
             return None
         batch, length, width = shape_of(mask)[0], prod(shape_of(mask)[1:]), prod(inner)
@@ -92,7 +92,7 @@ class Features:
         return write.call(aten.gather.default, write.shaped(source, [batch, num, width]), 1, rank)
 
     def _is_checked(self, call: fx.Node, mask: fx.Node, num: int) -> bool:
-        """Whether a host can check that each sequence has ``num`` positions."""
+        """Return whether a host can check that each sequence has ``num`` positions."""
 
         def truth(graph: fx.Graph, mask: fx.Node) -> fx.Node:
             counts = graph.call_function(aten.sum.dim_IntList, (mask, dims))
@@ -108,7 +108,7 @@ class Features:
 
 
 def scatters(call: fx.Node) -> bool:
-    """Whether it writes rows, in their order, to the positions that a mask selects."""
+    """Return whether a call writes rows, in their order, to the positions that a mask selects."""
     if packet_of(call.target) is not aten.index_put:
         return packet_of(call.target) is aten.masked_scatter
     given, shape = named(call), shape_of(call)

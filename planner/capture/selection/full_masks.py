@@ -33,14 +33,14 @@ NUM_DRAWS = 2
 
 
 class FullMasks:
-    """Owns the masks that selected rows in one export, each with the place in the code and the last call before."""
+    """Owns the masks that selected rows in one export, each with its place in the code and the last call before it."""
 
     def __init__(self, assumed: Assumptions, here: Callable[[], Where]) -> None:
         self._assumed, self._here = assumed, here
         self._seen: dict[fx.Node, tuple[Key, fx.Node]] = {}
 
     def prepared(self, mode: Any, func: Any, args: Any) -> Any:
-        """The arguments of a call, in which a table beside selected rows is cut to as many rows."""
+        """Return the arguments of a call, in which a table beside selected rows is cut to as many rows."""
         masks = [i for i in args[1] if isinstance(i, Tensor)] if func is aten.index.Tensor else ()
         if len(masks) == 1 and masks[0].dtype == torch.bool:
             self._selects(masks[0], mode.tracer)
@@ -48,7 +48,7 @@ class FullMasks:
         return _cut_to_selected(mode, args) if self._seen and joins and not is_mutable(func) else args
 
     def _selects(self, mask: Tensor, tracer: Any) -> None:
-        """Called before a mask of unknown values selects rows."""
+        """Note a mask of unknown values before it selects rows."""
         node = node_of(mask, tracer)
         if node is None or node in self._seen:
             return
@@ -63,7 +63,7 @@ class FullMasks:
                 assume(tracer, node, torch.ones(mask.shape, dtype=torch.bool))
 
     def asked(self, to_list: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``to_list``, the numbers of a tensor; raises ExportAgain if they are known once masks are assumed full."""
+        """Return ``to_list``, but raise ExportAgain if its result is known once masks are assumed full."""
 
         def asked(tensor: Tensor) -> Any:
             mode = proxy_tensor.get_proxy_mode()
@@ -87,7 +87,7 @@ class FullMasks:
 
 
 def _cut_to_selected(mode: Any, args: Any) -> Any:
-    """features + x[mask]: PyTorch would ask whether both have as many rows, and take the number of the features."""
+    """Cut tables in features + x[mask]: PyTorch would compare both numbers of rows, and take the features'."""
     selected = next((x for x in pytree.tree_leaves(args) if row_dim(x) is not None), None)
     if selected is None:
         return args
@@ -98,7 +98,7 @@ def _cut_to_selected(mode: Any, args: Any) -> Any:
 
 
 def _is_table(x: Any, ndim: int) -> bool:
-    """Whether rows of their own, as many as is known, lie along the first of ``ndim`` dims."""
+    """Return whether rows of a known number lie along the first of ``ndim`` dims."""
     return isinstance(x, Tensor) and x.dim() == ndim and isinstance(x.shape[0], int) and x.shape[0] > 1
 
 
@@ -109,7 +109,7 @@ def _without_modes() -> Iterator[None]:
 
 
 def _condition(mask: fx.Node, last: fx.Node, tracer: Any) -> Condition | None:
-    """That all of ``mask`` is true, with its values after the call ``last``."""
+    """Return the condition that all of ``mask`` is true, with its values after the call ``last``."""
     needed = {n for n in walk([mask], with_writes) if n <= last}
     order = [n for n in tracer.graph.nodes if n in needed]
     return that(

@@ -29,7 +29,7 @@ from planner.capture.selection.space import SINGULAR, Space, endangered, naming_
 
 @dataclass(frozen=True)
 class AllRows:
-    """``asked``: of masks that a branch asked about, by key their number. ``told``: the lines that select rows."""
+    """``asked``: number of each mask that a branch asked about, by key. ``told``: the lines that select rows."""
 
     graph: fx.Graph
     asked: dict[str, int]
@@ -39,8 +39,8 @@ class AllRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """A value with selected rows, and ``node``, the same with all rows. ``source``: the value and positions from which
-    the rows were read; ``addend``: for a sum, the rows that were added.
+    """A value with selected rows; ``node``: the same with all rows. ``source``: the value and positions from which the
+    rows were read; ``addend``: for a sum, the rows that were added.
     """
 
     space: Space
@@ -51,7 +51,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of the selected rows along ``dims`` of the mask; of several dims each is a column."""
+    """The positions of the selected rows along ``dims`` of the mask; with several dims each is a column."""
 
     space: Space
     dims: tuple[int, ...]
@@ -69,13 +69,13 @@ COUNT = object()  # the number of selected rows, or a number computed from it
 
 
 def column_of(value: torch.Tensor) -> int | None:
-    """Of a table of positions the dim that is not the rows."""
+    """Return the dim of a table of positions that is not the rows."""
     rows = row_dim(value)
     return None if rows is None or value.dim() != 2 else 1 - rows
 
 
 def columns(node: fx.Node, dims: tuple[int, ...], column: int) -> tuple[int, ...] | list[tuple[int, ...]] | None:
-    """The columns that a call takes of a table; several tables if it makes several."""
+    """Return the columns that a call takes of a table; a list if it makes several tables."""
     packet, given = packet_of(node.target), named(node)
     if packet in (aten.t, aten.transpose, aten.permute, aten.contiguous, aten.clone, aten.detach, aten.alias):
         return dims
@@ -90,7 +90,7 @@ def columns(node: fx.Node, dims: tuple[int, ...], column: int) -> tuple[int, ...
 
 
 def row_dim(value: Any) -> int | None:
-    """The dim of rows in a tensor: the one dim with a symbol as size."""
+    """Return the dim of rows in a tensor: the one dim with a symbol as size."""
     if not isinstance(value, torch.Tensor):
         return next((row_dim(v) for v in value), None) if isinstance(value, (tuple, list)) else None
     found = [d for d, n in enumerate(value.shape) if not isinstance(n, int)]
@@ -104,7 +104,7 @@ def symbols_of(value: Any) -> set[sympy.Symbol]:
 
 
 def is_dynamic(module: fx.GraphModule) -> bool:
-    """Whether any shape depends on data, in the graph or in a region of it."""
+    """Return whether any shape depends on data, in the graph or in a region of it."""
     return any(symbols_of(call.meta.get("val")) for call in calls_in(module))
 
 
@@ -136,29 +136,29 @@ class Writer:
         return x if order == sorted(order) else self.call(aten.permute.default, x, order)
 
     def only_selected(self, space: Space, x: fx.Node, dim: int, other: float = 0) -> fx.Node:
-        """Rows [.., num, ..] along ``dim``, with a number in place of those that are not selected."""
+        """Replace rows [.., num, ..] along ``dim`` that are not selected by a number."""
         mask = self.shaped(space.row_mask, [space.num] + [1] * (len(shape_of(x)) - dim - 1))
         return self.call(aten.where.ScalarOther, mask, x, other)
 
     def kept_regular(
         self, space: Space, call: fx.Node, dense: Mapping[fx.Node, tuple[fx.Node, int]]
     ) -> dict[fx.Node, fx.Node]:
-        """The operands of a call with unselected rows replaced: by 1 if it is singular, by 0 in integers that name
-        places. ``dense``: all rows of each, and their dim.
+        """Return the operands of a call with unselected rows replaced: by 1 if it is singular, by 0 in integers that
+        are indices. ``dense``: all rows of each, and their dim.
         """
         others = dict.fromkeys(endangered(call), 1) if packet_of(call.target) in SINGULAR else {}
         others |= dict.fromkeys(naming_places(call), 0)
         return {n: self.only_selected(space, *dense[n], other) for n, other in others.items() if n in dense}
 
     def kept_small(self, space: Space, rows: fx.Node, dim: int) -> fx.Node:
-        """float16 has so little range that an unselected row may overflow."""
+        """Zero unselected rows in float16, with so small a range that they may overflow."""
         tensor, origin = rows.meta["val"], self.origin
         is_half = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16
         began = origin is None or origin.target in LOOKUPS or packet_of(origin.target) is aten.to
         return self.only_selected(space, rows, dim) if is_half and began else rows
 
     def read(self, space: Space, x: fx.Node, slots: Slots) -> fx.Node:
-        """The elements of ``x`` at each row's position."""
+        """Return the elements of ``x`` at each row's position."""
         start, covered, shape = slots.dims[0], slots.of_mask, shape_of(x)
         used, before, after = _used(space, covered), shape[:start], shape[slots.dims[-1] + 1 :]
         x = self.permuted(x, [*range(start), *slots.order, *range(slots.dims[-1] + 1, len(shape))])
@@ -173,7 +173,7 @@ class Writer:
         return self.shaped(x, [*before, space.num, *after])
 
     def added(self, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-        """``out`` with the selected rows added at their positions."""
+        """Return ``out`` with the selected rows added at their positions."""
         start, covered = slots.dims[0], slots.of_mask
         used, after = _used(space, covered), len(shape_of(out)) - slots.dims[-1] - 1
         part = self._arranged(space, out, slots, rows)
@@ -184,7 +184,7 @@ class Writer:
         return self.call(aten.add.Tensor, out, self._back(slots, part))
 
     def replaced(self, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-        """``out`` with the selected rows in place of the elements at their positions."""
+        """Return ``out`` with the selected rows in place of the elements at their positions."""
         start, after = slots.dims[0], len(shape_of(out)) - slots.dims[-1] - 1
         mask = self._mask(space, _used(space, slots.of_mask), start, after)
         part = self._arranged(space, out, slots, rows)
@@ -194,12 +194,12 @@ class Writer:
         return self.call(aten.add.Tensor, kept, self.call(aten.where.ScalarOther, mask, part, 0))
 
     def _mask(self, space: Space, used: Sequence[int], before: int, after: int) -> fx.Node:
-        """The mask over those of its dims, between dims of size 1."""
+        """Return the mask over ``used`` dims, between dims of size 1."""
         whole = space.mask if set(used) & set(space.gone) else space.row_mask
         return self.shaped(whole, [1] * before + [space.shape[d] for d in used] + [1] * after)
 
     def _arranged(self, space: Space, out: fx.Node, slots: Slots, rows: fx.Node) -> fx.Node:
-        """Rows over the dims of the mask that are used, in the order of the mask."""
+        """Reshape rows to the dims of the mask that are used, in the order of the mask."""
         shape = shape_of(out)
         before, after = shape[: slots.dims[0]], shape[slots.dims[-1] + 1 :]
         full = [*before, space.num, *after]
@@ -209,7 +209,7 @@ class Writer:
         return self.shaped(rows, [*before, *sizes, *after])
 
     def _back(self, slots: Slots, part: fx.Node) -> fx.Node:
-        """From the order of the mask's dims to that of the dims written to."""
+        """Permute the mask's dims to the order of the dims written to."""
         start, end = slots.dims[0], slots.dims[-1] + 1
         place = {d: start + i for i, d in enumerate(slots.order)}
         return self.permuted(part, [*range(start), *(place[d] for d in slots.dims), *range(end, len(shape_of(part)))])
@@ -217,7 +217,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which dim of a tensor each dim of a mask runs along: (dim of the tensor, dim of the mask)."""
+    """Pairs (dim of a tensor, dim of a mask) that run along each other."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -231,18 +231,18 @@ class Slots:
 
     @property
     def order(self) -> list[int]:
-        """The dims of the tensor in the order of the mask's."""
+        """Return the dims of the tensor in the order of the mask's."""
         return [d for d, _ in sorted(self.pairs, key=lambda pair: pair[1])]
 
     def fit(self, x: fx.Node, space: Space) -> bool:
-        """Whether they stand side by side, each once, and as long as the mask's."""
+        """Return whether the dims are adjacent, each occurs once, and sizes equal the mask's."""
         side_by_side = self.dims == tuple(range(self.dims[0], self.dims[0] + len(self.dims)))
         once = len(set(self.of_mask)) == len(self.pairs)
         return side_by_side and once and all(shape_of(x)[d] == space.shape[m] for d, m in self.pairs)
 
 
 def runs_along(node: fx.Node, index: fx.Node, dim: int) -> bool:
-    """Whether an index of gather or scatter is the same for all dims beside the rows, and for all of it."""
+    """Return whether an index of gather or scatter is the same for all dims but the rows', and covers these fully."""
     shape, whole = index.meta["val"].shape, named(node)["self"].meta["val"].shape
     if packet_of(node.target) in (aten.index_select, aten.index_add, aten.index_copy):
         return len(shape) == 1
@@ -251,7 +251,7 @@ def runs_along(node: fx.Node, index: fx.Node, dim: int) -> bool:
 
 
 def summed(node: fx.Node, rows: Rows, env: Mapping[fx.Node, Any]) -> Rows:
-    """Notes the addend of a sum with rows of a value, as the sum may be written back to that value."""
+    """Note the addend of a sum with rows of a value, as the sum may be written back to that value."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
         return rows
     made = [env[n] if isinstance(n, fx.Node) else None for n in node.args]
@@ -263,13 +263,13 @@ def summed(node: fx.Node, rows: Rows, env: Mapping[fx.Node, Any]) -> Rows:
 
 
 def unspread(call: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, ...] | None:
-    """Tensors that are as large as each other before ``broadcast_tensors``: these. ``env``: their new values."""
+    """Return the tensors given to ``broadcast_tensors`` if their sizes are equal. ``env``: their new values."""
     read: Any = call.args[0] if packet_of(call.target) is aten.broadcast_tensors else []
     return tuple(env[n] for n in read) if len({str(n.meta["val"].shape) for n in read}) == 1 else None
 
 
 def picks_of_each(node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-    """x[arange(n), y]: whether a call reads elements of its own of each of n selected rows."""
+    """Return whether a call reads its own elements of each of n selected rows: x[arange(n), y]."""
     if packet_of(node.target) is not aten.index:
         return False
     x, indices = named(node)["self"], named(node)["indices"]
@@ -280,7 +280,7 @@ def picks_of_each(node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
 
 
 def adds_to(node: fx.Node) -> bool | None:
-    """Whether a write adds to the old content; None for other writes."""
+    """Return whether a write adds to the old content; None for other writes."""
     packet, given = packet_of(node.target), named(node)
     if packet is aten.scatter_reduce:
         return True if given["reduce"] == "sum" and given["include_self"] else None
@@ -290,5 +290,5 @@ def adds_to(node: fx.Node) -> bool | None:
 
 
 def _used(space: Space, covered: Sequence[int]) -> list[int]:
-    """The dims of the mask that a read or a write has to do with."""
+    """Return the dims of the mask that a read or a write concerns."""
     return [d for d in range(len(space.shape)) if d in space.kept or d in covered]

@@ -39,7 +39,7 @@ OTHER_ANSWERS: tuple[Answer, ...] = (lambda i: True, lambda i: i % 2 == 0)
 
 
 class Questions:
-    """Owns the answers given in one export, of masks by number. ``empty``: those that were said to select no row.
+    """Owns the answers given in one export, of masks by number. ``empty``: masks that were said to select no row.
     ``were_answered``: whether a branch asked for data, and got an answer.
     """
 
@@ -57,7 +57,7 @@ class Questions:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """While it is entered, a branch may ask whether a mask selects any row, and checks may raise."""
+        """Answer branches on whether a mask selects any row, and let checks raise, inside."""
         self._assumed.begin()
         before: Any = ShapeEnv.evaluate_sym_node
         defer: Any = ShapeEnv.guard_or_defer_runtime_assert
@@ -82,11 +82,11 @@ class Questions:
             yield
 
     def draw_is_not_zero(self) -> None:
-        """Called if a branch asks whether a number drawn from [0, 1) is more than 0."""
+        """Note that a branch asks whether a number drawn from [0, 1) is more than 0."""
         self._assumed.drew(self._sites.here())
 
     def _told(self, question: Any) -> bool | None:
-        """The answer to a question in numbers of rows or truths; None if it asks for anything else."""
+        """Return the answer to a question about numbers of rows or truth values; None for other questions."""
         tracer, makers = self._makers_of(question)
         if not makers:
             return _told_inside(question)
@@ -110,13 +110,13 @@ class Questions:
         return answer
 
     def _check(self, question: Any) -> None:
-        """``torch._check`` of numbers read from the batch, which export leaves to the run."""
+        """Note ``torch._check`` of numbers read from the batch, which export leaves to the run."""
         tracer, makers = self._makers_of(question)
         if makers:
             self._assumed.checks(self._sites.here(), condition_of(question, True, makers, tracer))
 
     def _makers_of(self, question: Any) -> tuple[Any, dict[Any, fx.Node | None]]:
-        """The tracer, and the call that made each number of a question; none if it is not in numbers of data."""
+        """Return the tracer, and the call that made each number in a question; none if these are not of data."""
         mode = proxy_tensor.get_proxy_mode()
         if mode is None or not isinstance(question, (sympy.Rel, BooleanFunction)):
             return None, {}
@@ -124,7 +124,7 @@ class Questions:
         return mode.tracer, {symbol: self._maker(mode.tracer.graph, symbol) for symbol in symbols}
 
     def _identity(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> Any:
-        """Equal for the same question about the same value; None if the value was written to."""
+        """Return a key that is equal for the same question about the same value; None if that was written to."""
         nodes = reads_of(makers)
         near = [n for node in nodes for n in (node, *node.all_input_nodes)]
         if len(nodes) < len(makers) or any(is_mutable(user.target) for n in near for user in n.users):
@@ -133,7 +133,7 @@ class Questions:
         return question.subs(names), *map(self._keys, nodes)
 
     def _of_mask(self, question: Any, makers: Mapping[Any, fx.Node | None]) -> bool | None:
-        """The answer to the question whether a mask selects any row; None for other questions."""
+        """Return the answer to the question whether a mask selects any row; None for other questions."""
         if not isinstance(question, sympy.Rel) or len(makers) != 1:
             return None
         symbol, node = next(iter(makers.items()))
@@ -152,7 +152,7 @@ class Questions:
         return if_empty if number in self.empty else not if_empty
 
     def _of_equal_masks(self, question: Any, makers: list[fx.Node | None]) -> bool | None:
-        """The answer to whether rows of ``x[y == 0]`` and ``z[y == 0]`` are as many; None for other questions."""
+        """Return whether ``x[y == 0]`` and ``z[y == 0]`` have as many rows; None for other questions."""
         masks = [mask for node in makers if node is not None and (mask := _selecting(node)) is not None]
         is_alone = question.func in (sympy.Eq, sympy.Ne) and all(side.is_Symbol for side in question.args)
         if not is_alone or len(masks) != 2 or self._keys(masks[0]) != self._keys(masks[1]):
@@ -174,7 +174,7 @@ class Questions:
 
 
 def _chain(root: fx.Node) -> list[fx.Node]:
-    """The mask and its views, which a write would change."""
+    """Return the mask and its views, which a write would change."""
     return [root, *(n for n in root.users if n.op == "call_function" and root_of(n) is root)]
 
 
@@ -186,7 +186,7 @@ def _numbers(value: Any) -> set[Any]:
 
 
 def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tuple[fx.Node, bool] | None:
-    """The mask asked about, and the answer if it selects nothing."""
+    """Return the mask that a question is about, and the answer if it selects nothing."""
     read = node.args[0]
     if packet_of(node.target) in (aten.item, aten._local_scalar_dense):
         if not isinstance(read, fx.Node):
@@ -202,13 +202,13 @@ def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tup
 
 
 def _storage(node: Any) -> int | None:
-    """The memory that a value shares with its views; None of a value that is no tensor."""
+    """Return the memory that a value shares with its views; None if it is no tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _selecting(node: fx.Node) -> fx.Node | None:
-    """The mask of a call that selects; None for other calls."""
+    """Return the mask of a call that selects rows; None for other calls."""
     read, selects = (
         node.args[0],
         packet_of(node.target) in (aten.nonzero, aten.nonzero_numpy, aten.argwhere, aten.where),
@@ -220,8 +220,8 @@ def _selecting(node: fx.Node) -> fx.Node | None:
 
 
 def _told_inside(question: Any) -> bool | None:
-    """The answer for an op that looks whether its operand is empty, below the calls that are recorded: it is not. The
-    call itself is what runs, on empty operands too.
+    """Answer an op that checks whether its operand is empty, below the recorded calls: it is not. The call itself is
+    what runs, on empty operands too.
     """
     symbols: Any = question.free_symbols if isinstance(question, sympy.Rel) else ()
     at = _sign(question, next(iter(symbols))) if len(symbols) == 1 else None
@@ -229,7 +229,7 @@ def _told_inside(question: Any) -> bool | None:
 
 
 def _sign(question: sympy.Rel, symbol: sympy.Symbol) -> bool | None:
-    """The truth of a relation at 0, if it is the other for every greater number."""
+    """Return the truth of a relation at 0, if it is the opposite for every greater number."""
     left, right = (sympy.sympify(side) for side in question.args)
     both: Any = sympy.Poly(left - right, symbol)  # pyright: ignore
     at = [bool(question.subs(symbol, n)) for n in (0, 1, 2)]
@@ -237,7 +237,7 @@ def _sign(question: sympy.Rel, symbol: sympy.Symbol) -> bool | None:
 
 
 def _truth(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """For one bool: the mask that it depends on, and its value if nothing is selected."""
+    """Return the mask on which a bool depends, and its value if nothing is selected."""
     packet = packet_of(node.target)
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):

@@ -53,7 +53,7 @@ def compute_all_rows(
     constants: Mapping[str, Tensor],
     inputs: Sequence[str],
 ) -> tuple[list[tuple[str, Where]], list[Assumption]]:
-    """Rewrite ``module`` so that no shape depends on data; returns its notes for the user, and assumptions.
+    """Rewrite ``module`` so that no shape depends on data; return its notes for the user, and assumptions.
 
     ``others``: exports with other answers than ``asked`` got. ``constants``: by placeholder. ``inputs``: of the batch.
     Raises PlanError if rows that data selects are mixed, and if an answer changes more than the choice of written rows,
@@ -81,7 +81,7 @@ def compute_all_rows(
 def skipped_parameters(
     module: fx.GraphModule, others: Iterable[tuple[Questions, fx.GraphModule]], fqn_of: Mapping[str, str]
 ) -> frozenset[str]:
-    """Parameters that the forward reads, but not if no mask selects any row; before all rows are computed. Their
+    """Return parameters that the forward reads, but not if no mask selects any row; before all rows are computed. Their
     gradient is then not needed: it is None in one process. ``fqn_of``: of each placeholder, the same for tied ones.
     """
     read = _read(module, fqn_of)
@@ -94,7 +94,7 @@ def _read(module: fx.GraphModule, fqn_of: Mapping[str, str]) -> frozenset[str]:
 
 
 def _are_same(expected: AllRows, found: AllRows, empty: set[int]) -> bool:
-    """Whether both compute the same, and the masks that were said to be empty are the same too."""
+    """Return whether both compute the same, and have the same masks among those that were said to be empty."""
     masks = [{number: key for key, number in rows.asked.items() if number in empty} for rows in (expected, found)]
     keys = [list(map(Keys(), _results(rows.graph))) for rows in (expected, found)]
     return masks[0] == masks[1] and keys[0] == keys[1]
@@ -103,7 +103,7 @@ def _are_same(expected: AllRows, found: AllRows, empty: set[int]) -> bool:
 def is_same_without(
     module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int], constants: Mapping[str, Tensor]
 ) -> bool:
-    """Whether both compute the same if the masks with these numbers select nothing."""
+    """Return whether both compute the same if the masks with these numbers select nothing."""
     masks = [_masks(m, empty) for m in (module, other)]
     if masks[0] != masks[1]:
         return False
@@ -121,7 +121,7 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
 
 
 class _Folded(Keys):
-    """Keys of values where some masks are all false. ``_filled``: values with one number everywhere."""
+    """Keys of values if some masks are all false. ``_filled``: values with one number everywhere."""
 
     def __init__(self, empty: Collection[int]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Folded(Keys):
         return torch.tensor(self._filled.get(node, 0), dtype=val.dtype).expand(val.shape).contiguous()
 
     def _operand(self, node: fx.Node) -> fx.Node | None:
-        """The operand that the value equals."""
+        """Return the operand that the value equals, or None."""
         val: Any = node.meta.get("val")
         for x, filled in self._pairs(node) if node.op == "call_function" and isinstance(val, Tensor) else ():
             own = x.meta.get("val") if isinstance(x, fx.Node) else None
@@ -170,7 +170,7 @@ class _Folded(Keys):
         return None
 
     def _pairs(self, node: fx.Node) -> list[tuple[Any, bool]]:
-        """Operands that the value may equal, and whether the other operands make it so."""
+        """Return operands that the value may equal, and whether the other operands make it equal."""
         packet, args = packet_of(node.target), [*node.args, None, None, None][:3]
         if packet is aten.masked_fill:
             return [(args[0], self._is(args[1], 0))]
@@ -223,7 +223,7 @@ def _agree(module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int]
 def _run(
     module: fx.GraphModule, empty: Collection[int], values: Mapping[str, Any]
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """The results, and the gradients of a random product with them."""
+    """Return the results, and the gradients of a random product with them."""
     torch.manual_seed(0)
     leaves = {n: v.detach().requires_grad_(v.is_floating_point()) for n, v in values.items() if isinstance(v, Tensor)}
     given = {**values, **leaves}
@@ -238,7 +238,7 @@ def _run(
 
 
 class _WithoutMasks(InFloat64):
-    """Runs what the results need, in float64, with the masks all false."""
+    """Runs the calls that the results need, in float64, with the masks all false."""
 
     def __init__(self, module: fx.GraphModule, empty: Collection[int]) -> None:
         super().__init__(module)

@@ -72,7 +72,7 @@ class Space:
 
 
 class Keys:
-    """Of each value a key: equal keys are equal values, in one graph and in graphs with the same placeholders."""
+    """Keys of values: equal keys are equal values, in one graph and in graphs with the same placeholders."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, str] = {}
@@ -98,7 +98,7 @@ class Keys:
 
 
 class _Key(str):
-    """Replaces an operand in a call."""
+    """Stands for an operand in a call."""
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -108,7 +108,7 @@ class _Key(str):
 
 
 def root_of(mask: fx.Node) -> fx.Node:
-    """The mask from which ``mask`` is made by ops that leave it empty exactly if it was."""
+    """Return the mask from which ``mask`` is made by ops that leave it empty exactly if it was."""
     mask = _of_stack(mask)
     while mask.op == "call_function" and mask.args and isinstance(mask.args[0], fx.Node):
         packet = packet_of(mask.target)
@@ -122,7 +122,7 @@ def root_of(mask: fx.Node) -> fx.Node:
 
 
 def key_of_mask(keys: Keys, root: fx.Node) -> str:
-    """Equal also for masks that compare one value, laid out in two ways, with one number."""
+    """Return a key that is equal also for masks that compare one value, in two layouts, with one number."""
     if root.target is not aten.eq.Scalar:
         return keys(root)
     compared: Any = root.args[0]
@@ -132,7 +132,7 @@ def key_of_mask(keys: Keys, root: fx.Node) -> str:
 
 
 def _of_stack(node: fx.Node) -> fx.Node:
-    """Of one of several values that were stacked, that value: counts of several masks are asked about one by one."""
+    """Return the value that was stacked, for one value of a stack: a branch may ask about stacked counts one by one."""
     while packet_of(node.target) is aten.select or node.target is getitem:
         source = node.all_input_nodes[0]
         if node.target is getitem and packet_of(source.target) is aten.unbind and not named(source)["dim"]:
@@ -148,7 +148,7 @@ def _of_stack(node: fx.Node) -> fx.Node:
 
 
 def is_count(node: Any) -> bool:
-    """Whether no element is negative or a fraction: of bools, one-hot numbers, and sums of such."""
+    """Return whether no element is negative or a fraction: of bools, one-hot numbers, and their sums."""
     node = _of_stack(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.op == "call_function":
         dtype = node.meta["val"].dtype
@@ -161,7 +161,7 @@ def is_count(node: Any) -> bool:
 
 
 def _is_above_zero(node: fx.Node) -> bool:
-    """x ≠ 0, x > 0 or x ≥ 1: of counts the same."""
+    """Return whether the call is x ≠ 0, x > 0 or x ≥ 1: the same of counts."""
     return (node.target, *node.args[1:]) in ((aten.ne.Scalar, 0), (aten.gt.Scalar, 0), (aten.ge.Scalar, 1))
 
 
@@ -169,7 +169,7 @@ def _is_above_zero(node: fx.Node) -> bool:
 
 
 def at_most_one(node: fx.Node, depth: int = 0) -> frozenset[int]:
-    """Dims along which a mask selects no more than one position, the others fixed."""
+    """Return dims along which a mask selects at most one position, for each position along the others."""
     if node.op != "call_function" or depth > 64 or not node.all_input_nodes:
         return frozenset()
     x, packet = node.all_input_nodes[0], packet_of(node.target)
@@ -189,7 +189,7 @@ def at_most_one(node: fx.Node, depth: int = 0) -> frozenset[int]:
 
 
 def _single_of_equals(eq: fx.Node) -> frozenset[int]:
-    """ids == e: along a dim of ids that differ, if all are compared with the same."""
+    """Return dims of ids == e: along a dim of distinct ids, if all are compared with the same value."""
     ndim, found = len(shape_of(eq)), set[int]()
     for ids in eq.all_input_nodes:
         others = [n for n in eq.all_input_nodes if n is not ids]
@@ -201,7 +201,7 @@ def _single_of_equals(eq: fx.Node) -> frozenset[int]:
 
 
 def _distinct(ids: fx.Node, depth: int) -> frozenset[int]:
-    """Dims along which no number comes twice, the others fixed."""
+    """Return dims along which no number occurs twice, for each position along the others."""
     if ids.op != "call_function" or depth > 64 or not ids.all_input_nodes:
         return frozenset()
     x = ids.all_input_nodes[0]
@@ -216,7 +216,7 @@ def _distinct(ids: fx.Node, depth: int) -> frozenset[int]:
 
 
 def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
-    """The dims of a view's base in the view; dims that are merged or split are lost."""
+    """Return the dims of a view's base in the view; dims that are merged or split are lost."""
     rule = rule_of(call)
     if rule is None:
         return frozenset()
@@ -227,9 +227,9 @@ def _moved(call: fx.Node, dims: frozenset[int]) -> frozenset[int]:
 
 
 def acts_on_each_row(call: fx.Node, rows: Mapping[fx.Node, int], out: int | None) -> bool:
-    """Whether the rows are one factor of their own wherever they stand, and nothing else is.
+    """Return whether the rows are one factor of their own wherever they stand, and nothing else is.
 
-    ``out``: where the rows stand in what the call makes; None where it is no tensor or has none.
+    ``out``: the dim of the rows in the result; None if it is no tensor or has none.
     """
     rule = rule_of(call) if is_known(call) else None
     if rule is None:
@@ -244,14 +244,14 @@ def acts_on_each_row(call: fx.Node, rows: Mapping[fx.Node, int], out: int | None
 
 
 def is_known(call: fx.Node) -> bool:
-    """Whether the op has a number and a derivative everywhere, or it is known where not, and draws none of its own."""
+    """Return whether value and derivative are finite, or it is known where not, and the op draws nothing itself."""
     packet = packet_of(call.target)
     known = not is_pointwise(call.target) or packet in TOTAL or packet in SINGULAR
     return known and (not draws(call.target) or packet is aten.dropout)
 
 
 def endangered(call: fx.Node) -> list[fx.Node]:
-    """The operands of a singular op that at some values make its value or derivative non-finite."""
+    """Return the operands of a singular op for which some values make its value or derivative non-finite."""
     packet = packet_of(call.target)
     if packet in DIVISIONS or packet in (aten.remainder, aten.fmod, aten.reciprocal):
         divisor: Any = call.args[0] if packet is aten.reciprocal else call.args[1]
@@ -266,20 +266,20 @@ def endangered(call: fx.Node) -> list[fx.Node]:
 
 
 def naming_places(call: fx.Node) -> list[fx.Node]:
-    """The operands of integers that a call neither moves nor computes with one by one: ids, classes, indices."""
+    """Return integer operands that a call neither moves nor computes with one by one: ids, classes, indices."""
     if is_pointwise(call.target) or call.target in MOVES:
         return []
     return [n for n in call.all_input_nodes if is_integer(n.meta["val"])]
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a tensor of integers; bools are none."""
+    """Return whether it is a tensor of integers, not of bools."""
     dtype = value.dtype if isinstance(value, torch.Tensor) else torch.bool
     return not (dtype == torch.bool or has_gradient(dtype))
 
 
 def _is_positive(node: Any) -> bool:
-    """Whether a value is never zero or below: a sum of a non-negative value and a positive number."""
+    """Return whether a value is always above zero: a sum of a non-negative value and a positive number."""
     node = _below(node, aten.sqrt, aten.rsqrt)
     if not isinstance(node, fx.Node):
         return isinstance(node, (int, float)) and node > 0
@@ -293,7 +293,7 @@ def _is_positive(node: Any) -> bool:
 
 
 def _below(node: Any, *packets: Any) -> Any:
-    """The value from which one is made by these ops, casts and views alone."""
+    """Return the value from which one is made by these ops, casts and views alone."""
     while isinstance(node, fx.Node) and (node.target in LAID_OUT or packet_of(node.target) in packets):
         node = node.args[0]
     return node

@@ -40,7 +40,7 @@ Refuse = Callable[[str, str], Any]
 
 
 class SpelledOut(TorchFunctionMode):
-    """While it is entered. ``refuse(what, fix)`` raises PlanError at the user's line."""
+    """Replaces such calls while it is active. ``refuse(what, fix)`` raises PlanError at the user's line."""
 
     def __init__(self, refuse: Refuse) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SpelledOut(TorchFunctionMode):
 
 
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
-    """None if a number of ``minlength`` or more would make the result longer."""
+    """Return None if a number of ``minlength`` or more would make the result longer."""
     mode = proxy_tensor.get_proxy_mode()
     node = node_of(x, mode.tracer) if mode is not None else None
     if weights is not None or not 0 < minlength <= MOST_ITEMS or node is None or not _is_index(node, minlength):
@@ -67,7 +67,7 @@ def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: i
 
 
 def _is_index(node: fx.Node, size: int) -> bool:
-    """Whether no value is ``size`` or more: places along a dim of at most that size."""
+    """Return whether no value is ``size`` or more: positions along a dim of at most that size."""
     while node.target in SAME | RESHAPES | PERMUTES:
         node = node.all_input_nodes[0]
     source = node.all_input_nodes[0] if node.all_input_nodes else None
@@ -84,7 +84,7 @@ def _is_index(node: fx.Node, size: int) -> bool:
 
 
 def _taken(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor | None:
-    """None where one may be spread along a dim of the other."""
+    """Return None if one may be broadcast along a dim of the other."""
     if dim is None or x.dim() != indices.dim():
         return None
     pairs = zip(x.shape, indices.shape, strict=True)
@@ -124,7 +124,7 @@ class Selected:
             self._of[id(made)] = made, source, mask
 
     def in_rows(self, made: Tensor, lengths: Tensor) -> Tensor | None:
-        """The selected of each row, in front of those that are not; None if ``lengths`` do not count them."""
+        """Return the selected of each row before the others; None if ``lengths`` do not count them."""
         found = self._of.get(id(made))
         if found is None or found[1].shape != found[2].shape or not _counts(lengths, found[2]):
             return None
@@ -142,7 +142,7 @@ def spelled_ctc(
     reduction: str | int = "mean",
     zero_infinity: bool = False,
 ) -> Tensor | None:
-    """None for one sequence without a batch, which is left to PyTorch."""
+    """Return None for one sequence without a batch, which is left to PyTorch."""
     if log_probs.dim() != 3:
         return None
     given, lengths = _tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs)
@@ -161,7 +161,7 @@ def _tensor(lengths: Tensor | Sequence[int], like: Tensor) -> Tensor:
 
 
 def _counts(lengths: Tensor, mask: Tensor) -> bool:
-    """Whether ``lengths`` are ``mask.sum(-1)``."""
+    """Return whether ``lengths`` are ``mask.sum(-1)``."""
     mode = proxy_tensor.get_proxy_mode()
     sums, rows = (_made_by(node_of(t, mode.tracer)) if mode is not None else None for t in (lengths, mask))
     if sums is None or sums.target is not aten.sum.dim_IntList or list(sums.args[1]) not in ([-1], [1]):  # pyright: ignore
@@ -170,7 +170,7 @@ def _counts(lengths: Tensor, mask: Tensor) -> bool:
 
 
 def _made_by(node: Any) -> fx.Node | None:
-    """The call behind casts and copies."""
+    """Return the call behind casts and copies."""
     while isinstance(node, fx.Node) and node.target in SAME:
         node = node.all_input_nodes[0]
     return node if isinstance(node, fx.Node) else None

@@ -26,13 +26,13 @@ NONE, MEAN = 0, 1  # values of ``reduction``
 
 
 class Totals:
-    """Writes them with ``write``. ``spaces``: of each number of selected rows."""
+    """Writes totals of selected rows. ``spaces``: of each number of selected rows."""
 
     def __init__(self, write: Writer, spaces: Mapping[sympy.Symbol, Space]) -> None:
         self._write, self._spaces = write, spaces
 
     def of(self, call: fx.Node, env: Mapping[Any, Any]) -> fx.Node | None:
-        """The value of a ``call`` that adds up selected rows, or divides by their number; None for others."""
+        """Return the value of a ``call`` that sums selected rows, or divides by their number; None for other calls."""
         packet, given = packet_of(call.target), named(call)
         if packet in (aten.sum, aten.mean):
             return self._sum(call, given, env) if isinstance(env[given["self"]], Rows) else None
@@ -56,7 +56,7 @@ class Totals:
         return self._mean(made, rows, dims) if packet_of(call.target) is aten.mean else made
 
     def _mean(self, total: fx.Node, rows: Rows, dims: Sequence[int]) -> fx.Node:
-        """``total`` over ``dims`` of the selected rows, divided by how many elements these are."""
+        """Return ``total`` over ``dims`` of the selected rows, divided by their number of elements."""
         others = prod(shape_of(rows.node)[d] for d in dims) // rows.space.num
         return self._write.call(aten.div.Tensor, total, self._count(rows.space, others))
 
@@ -65,7 +65,7 @@ class Totals:
         return count if times == 1 else self._write.call(aten.mul.Tensor, count, times)
 
     def _divided(self, given: Mapping[str, Any], env: Mapping[Any, Any]) -> fx.Node | None:
-        """By a multiple of the number of selected rows."""
+        """Divide by a multiple of the number of selected rows."""
         total, number = given["self"], given["other"]
         if not (isinstance(number, fx.Node) and env[number] is COUNT and isinstance(env.get(total), fx.Node)):
             return None
@@ -77,7 +77,7 @@ class Totals:
         return None
 
     def _labelled(self, call: fx.Node, given: Mapping[str, Any], env: Mapping[Any, Any]) -> fx.Node | None:
-        """A cross entropy of class ids ignores rows that are not selected."""
+        """Make a cross entropy of class ids ignore rows that are not selected."""
         space, target = _space_of(call, env), env[given["target"]]
         if space is None or not isinstance(target, Rows):
             return None
@@ -86,7 +86,7 @@ class Totals:
         return self._called(call, env, {"target": ids})
 
     def _loss(self, call: fx.Node, given: Mapping[str, Any], env: Mapping[Any, Any]) -> fx.Node | None:
-        """A loss that compares element by element, or row by row, before it adds up."""
+        """Write out a loss that compares element by element, or row by row, before it is summed."""
         space = _space_of(call, env)
         if space is None or not is_known(call):
             return None
@@ -103,7 +103,7 @@ class Totals:
         return self._mean(total, Rows(space, each), dims) if given["reduction"] == MEAN else total
 
     def _called(self, call: fx.Node, env: Mapping[Any, Any], changed: Mapping[str, Any]) -> fx.Node:
-        """The call on all rows, with ``changed`` arguments."""
+        """Call on all rows, with ``changed`` arguments."""
         dense = {n: made.node if isinstance(made := env[n], Rows) else made for n in call.all_input_nodes}
         given = {**fx.map_arg(named(call), dense.__getitem__), **changed}  # pyright: ignore
         arguments = call.target._schema.arguments  # pyright: ignore
@@ -112,7 +112,7 @@ class Totals:
 
 
 def _space_of(call: fx.Node, env: Mapping[Any, Any]) -> Space | None:
-    """The one space of all operands with rows, which lie along dim 0; None if there is none, or another operand."""
+    """Return the one space of all operands with rows, along dim 0; None if there is none, or another operand."""
     made = [env[n] for n in call.all_input_nodes]
     rows = [x for x in made if isinstance(x, Rows)]
     if not rows or any(not isinstance(x, (Rows, fx.Node)) for x in made):
