@@ -192,3 +192,35 @@ HIDDEN: dict[str, Callable[[Any, Tensor], bool]] = {
 def test_another_loss_than_that_of_one_run_is_refused(asks: Callable[[Any, Tensor], bool]) -> None:
     with pytest.raises(PlanError, match=r"its loss is|data-dependent"):
         captured(Model(asks, lambda x: x * 2))
+
+
+class Autocast(Model):
+    """In bfloat16 but for the weights. Its bias is added in the graph by an op of its own, which rounds once more."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(ids, labels)
+
+
+class InParts(Autocast):
+    """Eager mode cannot run it in float64: the head is float32 whatever its input was."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = F.linear(self.tokens(ids), self.head.weight[:8], self.head.bias[:8])
+        if not self.asks(self, x):
+            x = self.doubled(x)
+        return F.cross_entropy(F.linear(x.float(), self.head.weight, self.head.bias).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("kind", [Autocast, InParts])
+def test_another_rounding_of_a_graph_in_half_precision_is_not_refused(kind: type[Model]) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        captured(kind(lambda m, x: True, lambda x: x))
+
+
+@pytest.mark.parametrize("kind", [Autocast, InParts])
+def test_another_loss_in_half_precision_is_refused(kind: type[Model]) -> None:
+    with pytest.raises(PlanError, match="its loss is"):
+        captured(kind(HIDDEN["attribute"], lambda x: x * 2))
