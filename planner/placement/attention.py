@@ -1,14 +1,14 @@
-"""Is attention sharded over tp, and is anything? Attention is found by structure: two products around a softmax.
+"""Finds attention, by structure, and checks that tp shards it. Attention is two products around a softmax:
 
     scores = q @ kᵀ  →  scale, mask, bias  →  softmax  →  dropout, casts  →  @ v
 
-Grouped products, covariances, similarities for a loss, linear attention and state-space mixing are products of two
-activations as well, and not attention: they have no scores with heads that must stay together.
+Grouped products, covariances, similarities in a loss, linear attention and state-space mixing multiply two activations
+too, but are not attention: they have no scores with heads that must stay together.
 
 An attention site is one kind of such products in one module: sdpa, or the two products written by hand. Its heads are
-the dims that both operands and the result share, the batch aside. If heads do not divide by tp, the solver leaves a
-site replicated. The plan reports it: as an error if no site of the model is sharded (unless an override asks for that),
-else as a warning. A tp that shards nothing at all is an error too, with the nearest ones that do.
+the dims, except the batch, that both operands and the result share. If tp does not divide the heads, the solver leaves
+the site replicated, and the plan carries a warning. Planning fails if no site of the model is sharded (unless an
+override replicates it), or if tp shards nothing at all; the error names the nearest valid tp.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,17 +32,17 @@ from planner.placement.candidates import Cutting, divisors, nearest_tp, nearest_
 from planner.placement.decide import typing_problem
 
 aten = torch.ops.aten
-_MAX_WALK = 400  # nodes between a projection and its attention: far fewer in any model
-_TRIES = 3  # sizes tried on each side; each costs a decision of its own
+_MAX_WALK = 400  # more than the nodes between a projection and its attention in any model
+_TRIES = 3  # sizes tried below and above tp; each try runs the solver
 
 
 def is_product_of_activations(node: fx.Node) -> bool:
-    """A product of operands that all carry a gradient and are no weights."""
+    """Whether a node multiplies operands that all have a gradient and are not weights."""
     return _multiplies_activations(node) and all(map(_is_made, node.all_input_nodes))
 
 
 def _multiplies_activations(node: fx.Node) -> bool:
-    """The same, with weights allowed between them: scores or values times a projection in one einsum."""
+    """Whether a node multiplies two or more activations; it may multiply weights too, as one einsum can."""
     is_product = node.target in PRODUCTS and node.target not in WITH_WEIGHT
     return is_product and sum(map(_is_made, node.all_input_nodes)) > 1
 
@@ -52,7 +52,7 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def has_scores(product: fx.Node) -> bool:
-    """Whether a product of activations makes scores that a softmax turns into the factors of another, or reads such."""
+    """Whether a softmax lies between this product of activations and another one, in either direction."""
     if "has_scores" not in product.meta:
         product.meta["has_scores"] = any(
             _meets(s, step, is_product_of_activations)
@@ -63,7 +63,7 @@ def has_scores(product: fx.Node) -> bool:
 
 
 def mixes_values(node: fx.Node) -> bool:
-    """Whether a call gives the mixture of values that scores ask for: sdpa, or the product after the softmax."""
+    """Whether a call computes probabilities @ v: sdpa, or the product after the softmax."""
     if node.target in ATTENTION:
         return True
     if not _multiplies_activations(node):
@@ -72,9 +72,9 @@ def mixes_values(node: fx.Node) -> bool:
 
 
 def _softmaxes(product: fx.Node, step: Step) -> list[fx.Node]:
-    """Also one that is written by hand, with exp."""
-    found = _up_to_products(product, step)
-    return [n for n in found if n.target in SOFTMAXES or n.target is torch.ops.aten.exp.default]
+    """Return the softmaxes between ``product`` and the next products; an exp counts as one written by hand."""
+    between = _up_to_products(product, step)
+    return [n for n in between if n.target in SOFTMAXES or n.target is torch.ops.aten.exp.default]
 
 
 def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) -> bool:
@@ -82,7 +82,7 @@ def _meets(softmax: fx.Node, step: Step, is_product: Callable[[fx.Node], bool]) 
 
 
 def _up_to_products(start: fx.Node, step: Step) -> Iterator[fx.Node]:
-    """Nodes from ``start`` by ``step``, up to the next products, those included."""
+    """Yield the nodes from ``start`` in the direction of ``step``, up to and including the next products."""
     return walk(step(start), step, into=_is_of_activations, stop=has_flops, most=_MAX_WALK)
 
 
@@ -92,9 +92,8 @@ def _is_of_activations(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """Attention of one kind: its products, query and key heads (0 without such a dim), its input projections.
-
-    ``feeders``: names of the weights that project into its operands, in the first block of the kind.
+    """One kind of attention in one module. ``nodes``: its products; ``heads``, ``groups``: numbers of query and key
+    heads (0 without such a dim); ``feeders``: weights of its input projections, in the first block of the kind.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -116,7 +115,7 @@ class AttentionSite:
         return self.heads == 0 or self.heads % tp == 0
 
     def why_whole(self, tp: int) -> str:
-        """``3 heads are not divisible by tp = 2; nearest valid tp: 1, 3``."""
+        """Return the reason for replication: ``3 heads are not divisible by tp = 2; nearest valid tp: 1, 3``."""
         if self.divides(tp):
             if not self.heads:
                 return "it has no dim of heads that a rule could shard"
@@ -127,7 +126,7 @@ class AttentionSite:
         )
 
     def words(self, noun: str) -> str:
-        """``6 heads (2 key heads)``."""
+        """Return the number of heads in words: ``6 heads (2 key heads)``."""
         keys = f" ({count(self.groups, 'key head')})" if self.groups not in (0, self.heads) else ""
         return count(self.heads, noun) + keys
 
@@ -137,7 +136,7 @@ def count(number: int, word: str) -> str:
 
 
 def attention_sites(program: Program, blocks: Blocks, placements: Placements) -> tuple[AttentionSite, ...]:
-    """Every site, one for each kind of block, in graph order."""
+    """Return the attention sites of each kind of block, in graph order."""
     groups: dict[tuple[str, int], list[fx.Node]] = {}
     for node in program.graph.graph.nodes:
         if blocks.representative.get(node.name) == node.name and is_attention(node):
@@ -153,7 +152,7 @@ def _site(placements: Placements, nodes: list[fx.Node]) -> AttentionSite:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """The fused op, or one of the two products on both sides of a softmax over scores."""
+    """Whether a node is the fused op, or one of the two products around the softmax."""
     if node.op != "call_function" or not node.meta.get("grad"):
         return False
     if node.target in ATTENTION:
@@ -162,21 +161,21 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The queries, keys and values of sdpa; both sides of a product."""
+    """Return the queries, keys and values of sdpa, or both operands of a product."""
     if node.target in ATTENTION:
         return [n for n in node.args[:3] if isinstance(n, fx.Node)]
     return node.all_input_nodes
 
 
 def head_counts(node: fx.Node) -> tuple[int, int]:
-    """(query heads, key heads) of an attention product; 0 if the operands have no such dim."""
+    """Return (query heads, key heads) of an attention product; 0 if the operands have no such dim."""
     if node.target in ATTENTION:
         return _heads_of_shape(_operands(node)[0]), _heads_of_shape(_operands(node)[1])
     if node.target is aten.einsum.default:
-        found = equation(node)
-        if found is None:
+        terms = equation(node)
+        if terms is None:
             return 0, 0
-        operands, words, out = found
+        operands, words, out = terms
         shared = [c for c in words[0] if c != words[0][0] and c in out and all(c in word for word in words)]
         heads = prod(int(operands[0].meta["val"].shape[words[0].index(c)]) for c in shared) if shared else 0
         return heads, heads
@@ -184,7 +183,7 @@ def head_counts(node: fx.Node) -> tuple[int, int]:
 
 
 def _heads_of_shape(node: fx.Node) -> int:
-    """[b, heads, s, d] → heads, also if batch and heads were merged into one dim for a bmm."""
+    """Return the heads of [b, heads, s, d], also if batch and heads were merged into one dim for a bmm."""
     for _ in range(8):
         shape = getattr(node.meta["val"], "shape", ())
         if len(shape) >= 4:
@@ -196,7 +195,7 @@ def _heads_of_shape(node: fx.Node) -> int:
 
 
 def _weights_behind(start: fx.Node) -> Iterator[fx.Node]:
-    """The weights of the projections that a value is made of."""
+    """Yield the weights of the projections that compute a value."""
     inside = walk(
         [start],
         operands,
@@ -213,7 +212,7 @@ def _matrices_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_overridden(placements: Placements, site: AttentionSite) -> bool:
-    """Whether the spec asks for a weight of this attention in one style."""
+    """Whether an override of the spec sets the style of a weight that feeds this attention."""
     return any(placements.origins[name].startswith("override") for name in site.feeders)
 
 
@@ -248,8 +247,8 @@ def check_something_is_cut(
         raise PlanError(f"tp = {tp} shards nothing: the model has no matrix", where="mesh.tp", fix="set mesh.tp: 1")
     dividing = sorted({d for shape in matrices.values() for size in shape for d in divisors(int(size)) if d > 1})
     sizes = [n for n in dividing if not sites or any(site.divides(n) for site in sites)]
-    found = list(_that_cut(program, blocks, tp, sizes, vocabulary_multiple))
-    choice = f"choose tp from {{{', '.join(map(str, [1, *sorted(found)]))}}}" if found else "set mesh.tp: 1"
+    valid = list(_that_cut(program, blocks, tp, sizes, vocabulary_multiple))
+    choice = f"choose tp from {{{', '.join(map(str, [1, *sorted(valid)]))}}}" if valid else "set mesh.tp: 1"
     raise PlanError(
         f"tp = {tp} shards nothing: no layer gains from sharding over {tp} ranks",
         where="mesh.tp",
@@ -258,16 +257,16 @@ def check_something_is_cut(
 
 
 def _matrices(program: Program) -> dict[str, tuple[int, ...]]:
-    """Shapes of the matrices that reach the loss, by placeholder."""
+    """Return the shape of each matrix that reaches the loss, by placeholder."""
     nodes = [program.node(name) for name in program.parameters]
     return {n.name: tuple(n.meta["val"].shape) for n in nodes if n.users and n.meta["val"].dim() > 1}
 
 
 def _that_cut(program: Program, blocks: Blocks, tp: int, sizes: list[int], vocabulary_multiple: int) -> Iterator[int]:
-    """The nearest tp below and above that do cut something: tried, not guessed."""
+    """Yield the nearest tp below and above that shard something; runs the solver for each candidate."""
     for side in ([n for n in reversed(sizes) if n < tp], [n for n in sizes if n > tp]):
         for size in side[:_TRIES]:
-            tried = typing_problem(program, blocks, Cutting(size, vocabulary_multiple=vocabulary_multiple)).decided()
-            if any(option.out.is_sharded for option in tried.options.values()):
+            solved = typing_problem(program, blocks, Cutting(size, vocabulary_multiple=vocabulary_multiple)).decided()
+            if any(option.out.is_sharded for option in solved.options.values()):
                 yield size
                 break

@@ -1,7 +1,7 @@
-"""The candidate placements of each value: rules are asked until they name no new one.
+"""The candidate placements of each value: a fixed point over the op rules.
 
-Linears, embeddings and attention seed cuts of their weights and heads; every other rule carries them one step, forward
-or backward. A cut that no rule names is never considered, so a block of 80 nodes has a handful of cuts a value.
+Linears, embeddings and attention propose shardings of their weights and heads; the other rules propagate them one op
+forward or backward. A sharding that no rule proposes is never considered, so each value has only a few candidates.
 """
 
 from collections import defaultdict, deque
@@ -22,8 +22,8 @@ MAX_CUTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """By what a model is cut: over ``tp`` ranks, its experts over ``etp`` (None: tp), as the spec's tensor_parallel
-    says."""
+    """The settings of tensor parallelism: sizes ``tp`` and ``etp`` (None: equal to tp), and the spec's tensor_parallel
+    section."""
 
     tp: int
     etp: int | None = None
@@ -33,7 +33,7 @@ class Cutting:
 
 
 class Candidates:
-    """Owns, for each node under discussion, its cuts and its options. ``nodes`` are representatives, in graph order."""
+    """The candidate shardings (``cuts``) and ``options`` of each node. ``nodes``: representatives, in graph order."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Candidates:
         self.sizes = {"tp": cutting.tp, "etp": cutting.etp or cutting.tp}
         self.vocabulary_multiple = cutting.vocabulary_multiple
         self.nodes = [n for n in nodes if n.op in ("placeholder", "call_function")]
-        self._rules: dict[str, OpRule | None] = {}  # nodes are visited again and again
+        self._rules: dict[str, OpRule | None] = {}  # cached: each node is visited many times
         self._producers = producers  # "reader input" → every node that feeds it (a block's input has several)
         self._readers = readers
         self._feeds: dict[str, set[str]] = defaultdict(set)
@@ -75,28 +75,28 @@ class Candidates:
                         queued.add(other.name)
 
     def size(self, node: fx.Node) -> int:
-        """Ranks over which a value is typed."""
+        """Return the size of the axis, tp or etp, over which a value is typed."""
         return self.sizes[axis_of(node)]
 
     def making(self, reader: fx.Node, position: int) -> list[fx.Node]:
-        """Every node that feeds an input of ``reader``: for a block's input, the nodes before any of its copies."""
+        """Return every node that feeds an input of ``reader``; an input of a block has one for each copy."""
         value = reader.all_input_nodes[position]
         return self._producers.get(value.name, [value])
 
     def reading(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-        """(reader of ``node``, position among the reader's inputs)."""
+        """Yield (reader, position) for each input that ``node`` feeds."""
         for reader in self._readers.get(node.name, ()):
             for position in range(len(reader.all_input_nodes)):
                 if node in self.making(reader, position):
                     yield reader, position
 
     def _siblings(self, node: fx.Node) -> list[fx.Node]:
-        """The split, or the tensor, with pieces that share candidates."""
-        found = (n for position in range(len(node.all_input_nodes)) for n in self.making(node, position))
-        return [n for n in found if n.op == "call_function"]
+        """Return the calls that feed ``node``: a change at one item of a split concerns the split."""
+        feeding = (n for position in range(len(node.all_input_nodes)) for n in self.making(node, position))
+        return [n for n in feeding if n.op == "call_function"]
 
     def _visit(self, node: fx.Node) -> list[fx.Node]:
-        """Ask the rule of ``node``; returns the nodes with new candidates."""
+        """Apply the rule of ``node``; return the nodes with new candidates."""
         if node.op == "placeholder":
             self.options[node.name] = self._of_placeholder(node)
             return []
@@ -116,7 +116,7 @@ class Candidates:
         cuts = self.cuts[node.name]
         before = len(cuts)
         domain = domain_of(node)
-        taken = (domain.experts, domain.rows, domain.slots) if domain is not None else ()  # ep cuts those
+        taken = (domain.experts, domain.rows, domain.slots) if domain is not None else ()  # sharded over ep
         for placement in placements:
             if placement.is_sharded and len(cuts) < MAX_CUTS and placement.dim not in taken:
                 cuts.add(placement)
@@ -125,15 +125,15 @@ class Candidates:
         return len(cuts) > before
 
     def _of_placeholder(self, node: fx.Node) -> list[Option]:
-        """A parameter may be held in any type that a reader wants; all else is the same on every rank.
+        """Return the options of a placeholder: for a parameter, each candidate sharding; else replication alone.
 
-        But not along a padded sequence: its padding would be zeros, which a norm divides by, and no copy of a token.
+        A parameter is not sharded along a padded sequence: zeros as padding would make a norm divide by zero.
         """
         if not node.meta.get("parameter") or self.size(node) == 1:
             return [Option((), I, Form.WHOLE, whole=True)]
         kinds = [I, R] if node.meta.get("grad") else [I]
-        held = [c for c in sorted(self.cuts[node.name]) if (c.segments, c.padding) not in self._padded_tokens]
-        return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [Option((), c, Form.PARTS) for c in held]
+        cuts = [c for c in sorted(self.cuts[node.name]) if (c.segments, c.padding) not in self._padded_tokens]
+        return [Option((), k, Form.WHOLE, whole=True) for k in kinds] + [Option((), c, Form.PARTS) for c in cuts]
 
 
 def divisors(size: int) -> list[int]:
@@ -142,7 +142,7 @@ def divisors(size: int) -> list[int]:
 
 
 def nearest_tp(sizes: Iterable[int], tp: int) -> list[int]:
-    """The nearest valid tp below and above ``tp`` (itself if it is valid); 1 is always valid."""
+    """Return the nearest valid tp below and above ``tp``, or ``tp`` itself if valid; 1 is always valid."""
     valid = divisors(gcd(*sizes))
     if tp in valid:
         return [tp]
@@ -150,12 +150,12 @@ def nearest_tp(sizes: Iterable[int], tp: int) -> list[int]:
 
 
 def uneven_words(shape: Sequence[int], tp: int, before_nearest: str) -> str:
-    """``dim 0 = 33 not divisible by tp = 2; nearest valid tp: 1, 3``; empty if tp divides all dims."""
+    """Return ``dim 0 = 33 not divisible by tp = 2; nearest valid tp: 1, 3``, or "" if tp divides all dims."""
     uneven = {d: int(n) for d, n in enumerate(shape) if n % tp}
     dims = " and ".join(f"dim {d} = {n}" for d, n in uneven.items())
     return f"{dims} not divisible by tp = {tp}{before_nearest} {nearest_words(uneven.values(), tp)}" if uneven else ""
 
 
 def nearest_words(sizes: Iterable[int], tp: int) -> str:
-    """``nearest valid tp: 1, 3``."""
+    """Return ``nearest valid tp: 1, 3``."""
     return f"nearest valid tp: {', '.join(map(str, nearest_tp(sizes, tp)))}"

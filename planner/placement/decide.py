@@ -1,6 +1,6 @@
-"""Decide the type of every value over tp: one block of each kind by exact minimal cost, stamped on its copies.
+"""Decide the type of every value over tp, at minimal cost for one block of each kind; its copies follow it.
 
-``planner.report.alternatives`` solves the problem again with one parameter held.
+``planner.report.alternatives`` solves the same problem with the type of one parameter fixed.
 """
 
 from collections import Counter
@@ -25,8 +25,8 @@ from planner.placement.solve import Costs, Edge, Solution, Weights, solve
 
 @dataclass(frozen=True)
 class Problem:
-    """One block of each kind: the options of its nodes, and their costs. ``representative``: of each node of the
-    program, in its order. ``asked``: by placeholder, the override that constrains it.
+    """The typing problem: the options of the nodes of one block per kind, and their costs. ``representative``: node →
+    the node that decides for it, in program order; ``asked``: placeholder → the override that constrains it.
     """
 
     candidates: Candidates
@@ -41,7 +41,7 @@ class Problem:
         return solve(self.candidates, self.costs, self.edges, self.weights)
 
     def decided(self) -> Placements:
-        """The cheapest types of all nodes. Raises PlanError if an override is not possible together with them."""
+        """Return the cheapest types of all nodes. Raises PlanError if an override contradicts them."""
         options, asked, rep = self.solve().options, self.asked, self.representative
         self.wishes.check(options)
         origins = {n: f"override {asked[n].pattern}" if n in asked else "solver" for n in rep}
@@ -58,10 +58,10 @@ def typing_problem(
     held: Mapping[str, Placement] | None = None,
     freed: str = "",
 ) -> Problem:
-    """The types that every node can have, and their costs.
+    """Return the possible types of every node, with their costs.
 
-    ``held``: types of parameters, by name, that are decided; ``freed``: the representative of parameters that no
-    override constrains. Raises PlanError if an override, a decided type, or a cut of the sequence, is not possible.
+    ``held``: parameter name → its type, if decided; ``freed``: representative of parameters whose override is ignored.
+    Raises PlanError if an override, a decided type, or sharding of the sequence is not possible.
     """
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]
     rep: dict[str, str] = {n.name: blocks.representative.get(n.name) or n.name for n in nodes}
@@ -89,7 +89,7 @@ def typing_problem(
 def _edges(
     program: Program, nodes: list[fx.Node], rep: dict[str, str], times: Mapping[str, int]
 ) -> tuple[dict[str, list[Edge]], dict[str, list[fx.Node]], dict[str, list[fx.Node]]]:
-    """The producers and readers of a representative, over all its copies: a block's producers are those of any copy."""
+    """Return (edges by "reader:position", producers by node, readers by node) of representatives, over all copies."""
     copies: dict[tuple[str, str], set[str]] = {}
     producers: dict[str, dict[str, fx.Node]] = {}
     readers: dict[str, dict[str, fx.Node]] = {}
@@ -111,7 +111,7 @@ def _edges(
 def _costs(
     program: Program, nodes: list[fx.Node], rep: dict[str, str], blocks: Blocks, times: Mapping[str, int]
 ) -> Costs:
-    """Normalise to one block: its FLOPs, its matrices, and the tensor that passes between blocks."""
+    """Return costs in units of one block: its FLOPs, the bytes of its matrices, and of the tensor between blocks."""
     instances = Counter[str]()
     for name, representative in rep.items():
         instances[representative] += times.get(name, 1)
@@ -134,17 +134,17 @@ def _costs(
 
 
 def _residual_bytes(program: Program, blocks: Blocks, products: list[fx.Node], times: Mapping[str, int]) -> float:
-    """The median size of values between blocks; without blocks, the lower quartile of products' results."""
+    """Return the median bytes of values between blocks; without blocks, the lower quartile of results of products."""
     between = _between_blocks(program, blocks)
     sizes = sorted(value_bytes(n) for n in between for _ in range(times.get(n.name, 1)))
     if sizes:
         return float(max(sizes[len(sizes) // 2], 1))
-    made = sorted(value_bytes(n) for n in products if n.meta.get("grad"))
-    return float(max(made[len(made) // 4], 1)) if made else 1.0
+    results = sorted(value_bytes(n) for n in products if n.meta.get("grad"))
+    return float(max(results[len(results) // 4], 1)) if results else 1.0
 
 
 def _between_blocks(program: Program, blocks: Blocks) -> list[fx.Node]:
-    """The tensors with a gradient that a block makes and something outside of it reads."""
+    """Return the tensors with a gradient that a block computes and something outside of it reads."""
     block_of = {name: block.index for block in blocks.instances for name in block.nodes}
     return [
         n
@@ -167,17 +167,17 @@ def _hold(program: Program, candidates: Candidates, held: Mapping[str, Placement
 
 
 def _keep_features_whole(program: Program, blocks: Blocks, rep: dict[str, str], candidates: Candidates) -> None:
-    """Between blocks no features are cut: each norm and linear of such a residual would need a collective."""
+    """Forbid sharded features between blocks: each norm and linear that reads them would need a collective."""
     for node in _between_blocks(program, blocks):
         last, name = node.meta["val"].dim() - 1, rep[node.name]
         candidates.options[name] = [o for o in candidates.options[name] if not (o.out.is_sharded and o.out.dim == last)]
 
 
 def sequence_cuts(program: Program, blocks: Blocks, rep: dict[str, str], tp: int) -> dict[str, Placement]:
-    """Cuts of values between blocks, along the dim before the features: by representative name.
+    """Return the sharding of values between blocks along the sequence, the dim before the features: by representative.
 
-    A sequence that tp does not divide is padded: of 17 tokens over tp = 2 each rank has 9, the last of them no data.
-    Raises PlanError if ranks would have nothing but padding.
+    A sequence that tp does not divide is padded: with 17 tokens over tp = 2, each rank has 9, the last one padding.
+    Raises PlanError if a rank would have only padding.
     """
     cuts: dict[str, Placement] = {}
     for node in _between_blocks(program, blocks):

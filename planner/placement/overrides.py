@@ -1,15 +1,15 @@
-"""Overrides of a spec: the parameters that they name, the styles that these can take, and kinds of blocks that follow.
+"""Overrides of a spec: the parameters that they match, their possible styles, and the kinds of blocks that follow.
 
-    column    sharded along its output features            vocab   its rows of a vocabulary are sharded
-    row       sharded along its input features             expert  full matrices of a stack go to ranks
+    column    sharded along its output features            vocab   sharded along the rows of a vocabulary
+    row       sharded along its input features             expert  a stack of matrices: full matrices on each rank
     replicate replicated on every rank
 
-Of the globs that name a parameter the last one decides; one that decides nothing is refused.
+The last glob that matches a parameter decides. A glob that decides nothing is an error.
 
-A vector has one dim: it is sharded like the features that it is combined with, if those are. Beside a matrix of its own
-module that is overridden too it follows that matrix, as a bias does.
+A vector is sharded like the features that it is combined with. If the same override matches a matrix of its module,
+the vector follows that matrix, as a bias does.
 
-Blocks of one kind that the overrides treat differently are decided apart: each group has its own first block.
+Blocks of one kind with different overrides are decided separately: each group has its own first block.
 
     overrides {"h.0.mlp.up": replicate}      h.0 alone is a kind; h.2 … repeat h.1
     overrides {"h.*.mlp.up": replicate}      all repeat h.0, as without overrides
@@ -42,7 +42,7 @@ _MAX_WALK = 100
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The override of one parameter: its glob, and its style."""
+    """The override that decides a parameter: its glob and its style."""
 
     pattern: str
     style: str
@@ -53,30 +53,30 @@ class Asked:
 
 
 def is_meant(program: Program, fqn: str, pattern: str) -> bool:
-    """Whether an override's glob names the parameter, its module, or another name that it is tied to."""
+    """Whether an override's glob matches the parameter, its module, or a name of a tied weight."""
     names = [fqn, *(a for a, first in program.aliases.items() if first == fqn)]
     return any(fnmatchcase(n, pattern) or fnmatchcase(n.rpartition(".")[0], pattern) for n in names)
 
 
 def asked_of(program: Program, overrides: Mapping[str, str]) -> dict[str, Asked]:
-    """Placeholder → the override that decides it. Raises PlanError for a glob that names nothing, or decides nothing
-    because later ones ask for another style of all that it names."""
-    found, hits_of = dict[str, Asked](), dict[str, list[str]]()
+    """Return placeholder → the override that decides it. Raises PlanError for a glob that matches nothing, or that
+    later globs override for every parameter it matches."""
+    deciding, hits_of = dict[str, Asked](), dict[str, list[str]]()
     for pattern, style in overrides.items():
         hits_of[pattern] = [name for name, fqn in program.parameters.items() if is_meant(program, fqn, pattern)]
         if not hits_of[pattern]:
             _matches_nothing(program, pattern)
-        found |= dict.fromkeys(hits_of[pattern], Asked(pattern, style))
+        deciding |= dict.fromkeys(hits_of[pattern], Asked(pattern, style))
     for (pattern, hits), style in zip(hits_of.items(), overrides.values(), strict=True):
-        if all(found[name].style != style for name in hits):
-            later = found[hits[0]]
+        if all(deciding[name].style != style for name in hits):
+            later = deciding[hits[0]]
             raise PlanError(
                 f"tensor_parallel.overrides: `{pattern}: {style}` has no effect: `{later.pattern}: {later.style}` "
                 f"comes later and matches {program.parameters[hits[0]]} too",
                 where=Asked(pattern, style).path,
                 fix="remove one of the two, or write the narrower glob last (names of a tied weight are one parameter)",
             )
-    return found
+    return deciding
 
 
 def _matches_nothing(program: Program, pattern: str) -> None:
@@ -89,7 +89,7 @@ def _matches_nothing(program: Program, pattern: str) -> None:
 
 
 def kinds_by_override(program: Program, blocks: Blocks, overrides: Mapping[str, str]) -> Blocks:
-    """``blocks`` with a ``representative`` that only joins blocks with equal overrides."""
+    """Return ``blocks`` with representatives that are shared only by blocks with equal overrides."""
     asked = asked_of(program, overrides)
     if not asked:
         return blocks
@@ -108,7 +108,7 @@ def _styles(members: dict[str, str], asked: Mapping[str, Asked]) -> Iterator[tup
 
 
 def _members(program: Program, blocks: Blocks) -> list[dict[str, str]]:
-    """For each block: node of the first block of its kind → its own node, with the parameters that it alone reads."""
+    """Return for each block: node of the first block of its kind → its own node or a parameter that only it reads."""
     block_of = blocks.block_of()
     members = [{blocks.representative[name]: name for name in block.nodes} for block in blocks.instances]
     for name in program.parameters:
@@ -120,7 +120,7 @@ def _members(program: Program, blocks: Blocks) -> list[dict[str, str]]:
 
 
 class Overrides:
-    """Owns the overrides of the parameters."""
+    """The overrides of parameters that reach the loss; refuses at once those of other parameters."""
 
     def __init__(self, program: Program, candidates: Candidates, asked: Mapping[str, Asked]) -> None:
         self.program, self.candidates = program, candidates
@@ -137,7 +137,7 @@ class Overrides:
                 self._refuse(next(n for n in asked if asked[n] == wish), wish, "it does not reach the loss", set())
 
     def constrain(self) -> None:
-        """Leave to each parameter the options of its style. Raises PlanError if there are none."""
+        """Restrict each parameter to the options of its style. Raises PlanError if there are none."""
         for name, wish in self.asked.items():
             node, options = self.program.node(name), self.candidates.options[name]
             kept = [o for o in options if self._fits(node, o, wish)]
@@ -148,7 +148,7 @@ class Overrides:
             self.candidates.options[name] = kept
 
     def check(self, options: Mapping[str, Option]) -> None:
-        """Raises PlanError if a vector is sharded although the features that it is combined with are replicated."""
+        """Raise PlanError if a vector is sharded although the features that it is combined with are replicated."""
         for name, wish in self.asked.items():
             node = self.program.node(name)
             if self._is_vector(node) and options[name].out.is_sharded and not self._follows(name, wish):
@@ -159,8 +159,8 @@ class Overrides:
 
     def _is_torn(self, options: Mapping[str, Option], reader: fx.Node, position: int) -> bool:
         wanted = options[reader.name].args[position]
-        made = [n for n in self.candidates.making(reader, position) if n.name not in self.program.parameters]
-        return wanted.is_sharded and any(not options[n.name].out.is_sharded for n in made if n.meta.get("grad"))
+        producers = [n for n in self.candidates.making(reader, position) if n.name not in self.program.parameters]
+        return wanted.is_sharded and any(not options[n.name].out.is_sharded for n in producers if n.meta.get("grad"))
 
     def _fits(self, node: fx.Node, option: Option, wish: Asked) -> bool:
         if wish.style == "replicate":
@@ -173,7 +173,7 @@ class Overrides:
         return (wish.pattern, self._module(name)) in self.followed
 
     def styles(self, node: fx.Node, cut: Placement) -> Iterator[str]:
-        """The user's names of the cut, by its use in the readers; through calls on weights alone, such as reshapes."""
+        """Yield the style names of a sharding, from its use in the readers; looks through reshapes of weights."""
         for reader, position in self.candidates.reading(node):
             for option in self.candidates.options[reader.name]:
                 if option.args[position] != cut:
@@ -184,14 +184,14 @@ class Overrides:
                 is_of_stack = _is_of_stack(node, option, reader, cut)
                 if is_of_stack:
                     yield "expert"
-                # with the other operands replicated, as in a column-parallel product; not tokens of each expert
+                # column parallel needs replicated other operands; tokens of each expert are sharded with the stack
                 if not is_of_stack or not any(t.is_sharded for i, t in enumerate(option.args) if i != position):
                     yield OF_FORM.get(option.form, "column")
                 if option.form is Form.COLUMN and _meets_a_loss(reader):
                     yield "vocab"
 
     def _is_detour(self, node: fx.Node, cut: Placement) -> bool:
-        """Whether all that reads such a part are statistics over cut features, as of a norm."""
+        """Whether all readers of such a shard compute statistics over sharded features, as a norm does."""
         reading, options = self.candidates.reading(node), self.candidates.options
         return all(o.detour for reader, i in reading for o in options[reader.name] if o.args[i] == cut)
 
@@ -222,12 +222,12 @@ class Overrides:
 
 
 def _is_of_stack(weight: fx.Node, option: Option, product: fx.Node, cut: Placement) -> bool:
-    """Whether the cut parts a stack of matrices [e, i, o] between its matrices, and a product keeps them apart."""
+    """Whether ``cut`` shards a stack of matrices [e, i, o] along e, which the product keeps as a batch dim."""
     is_product = rule_of(product) is contraction
     return is_product and option.form is Form.COLUMN and cut.dim == 0 and weight.meta["val"].dim() > 2
 
 
 def _meets_a_loss(product: fx.Node) -> bool:
-    """Whether the result of ``product`` are the logits of a loss: read by it before any other product."""
+    """Whether the result of ``product`` is the logits of a loss: no other product lies between them."""
     after = walk([product], readers, stop=lambda n: n is not product and has_flops(n), most=_MAX_WALK)
     return any(n.target in CROSS_ENTROPIES for n in after)

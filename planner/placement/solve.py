@@ -5,10 +5,10 @@
                                                                        Σ_t y[v, s, r, t] = Σ_{o gives s} x[v, o]
     z[v, s, t] ∈ [0, 1]    v is converted from s to t, once for all    y[v, s, r, t] ≤ z[v, s, t] for each reader r
 
-so that all readers share one f. Both sums being equalities, the relaxation is nearly integral: if each value has one
-reader, it is exactly so, and only the shared conversions need branching. The cost of a block, first to last in weight:
-FLOPs that every rank repeats, matrices that every rank holds in full, bytes moved, number of collectives; the weights
-and their bounds are in ``Weights``. One block of each kind is decided; copies follow it.
+so that all readers share one conversion, such as f. With equalities on both sides, the relaxation is integral if each
+value has one reader; only shared conversions need branching. Cost terms of a block, from the largest weight to the
+smallest: FLOPs that every rank repeats, matrices that every rank holds in full, bytes moved, number of collectives; see
+``Weights``. One block of each kind is decided; its copies follow it.
 """
 
 from collections import Counter
@@ -28,15 +28,14 @@ from passes.types.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_
 from passes.types.types import I, Placement
 from planner.placement.candidates import Candidates
 
-# bytes of a value that its collective moves, of those of an all-reduce, which is a reduce-scatter and an all-gather
+# bytes that a collective moves, relative to an all-reduce, which is a reduce-scatter and an all-gather
 _MOVED = {ALL_REDUCE: 1.0, ALL_GATHER: 0.5, REDUCE_SCATTER: 0.5, ALL_TO_ALL: 0.5}
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that feeds an input of a representative, and which of its copies do: these may share a conversion.
-
-    ``times``: how many copies of the model they are."""
+    """A value that feeds an input of a representative. ``copies``: names of the nodes that do so in the model, which
+    can share a conversion; ``times``: their number, counting each run of a block."""
 
     value: fx.Node
     copies: frozenset[str]
@@ -45,21 +44,21 @@ class Edge:
 
 @dataclass(frozen=True)
 class Weights:
-    """The cost of a typing, in units of: one block's FLOPs, its matrix bytes, one residual all-reduced, one call.
+    """The weights of the cost terms. Units: one block's FLOPs, its matrix bytes, one residual all-reduced, one call.
 
-    One sum represents the order FLOPs, matrices, bytes, calls, if later terms cannot outweigh earlier ones. For a
-    block, with s = 1 − 1/tp ≥ 1/2 the share of the work that is repeated on a rank without sharding:
+    One sum expresses the priority FLOPs, matrices, bytes, calls, as long as later terms cannot outweigh earlier ones.
+    For a block, with s = 1 − 1/tp ≥ 1/2 the share of the work that a rank repeats without sharding:
 
-        moved     up to 8 changes of type of a residual, 2 calls each:     16 · (bytes + call)            =  17
-        matrices  all of them whole:                                       s · parameters                 ≥  50 > moved
-        FLOPs     all of them repeated:                                    s · flops                      ≥ 500 > both
+        moved     up to 8 conversions of a residual, 2 calls each:         16 · (bytes + call)            =  17
+        matrices  all replicated:                                          s · parameters                 ≥  50 > moved
+        FLOPs     all repeated:                                            s · flops                      ≥ 500 > both
 
     so a block is sharded unless that saves less than 17/50 of its matrices and (17 + 100)/500 of its FLOPs. In between:
 
-        reshard   parameters + moved = 117 < reshard < s · flops: no matrix is cut at the price of an activation that
-                  goes back and forth; FLOPs are, from 300/(1000 s) of a block's on: 60 % at tp 2, a third at tp 16
-        logits    more than parameters + moved = 117 too: no head is held whole to save the exchange of a loss
-        detour    less than moved, more than one change of type (2.1): a norm is cut only where nothing else goes
+        reshard   parameters + moved = 117 < reshard < s · flops: saving a matrix does not justify resharding an
+                  activation; saving 300/(1000 s) of a block's FLOPs does: 60 % at tp 2, a third at tp 16
+        logits    more than parameters + moved = 117 too: a head is not replicated to save the collectives of a loss
+        detour    less than moved, more than one conversion (2.1): a norm is sharded only if nothing else is possible
     """
 
     flops: float = 1e3
@@ -67,43 +66,41 @@ class Weights:
     bytes: float = 1.0
     call: float = 0.05
     step: float = 0.01  # a gradient summed once a step instead of once a microbatch
-    reshard: float = 300.0  # a cut activation made whole, or a whole one cut
-    logits: float = 300.0  # a loss that sees full logits and need not, whatever they cost to make
-    whole: float = 0.0  # an activation that every rank computes whole; under sequence parallelism it need not
-    partial: float = 0.125  # times that for a partial sum, which is whole too: linear ops, which keep nothing, read it
-    detour: float = 5.0  # statistics over cut features
+    reshard: float = 300.0  # a sharded activation gathered, or a replicated one sharded
+    logits: float = 300.0  # a loss that reads full logits although it could read shards
+    whole: float = 0.0  # a full activation on every rank; used with sequence parallelism, which can avoid it
+    partial: float = 0.125  # factor on ``whole`` for a partial sum: its readers are linear and save nothing
+    detour: float = 5.0  # statistics over sharded features
     kind: Mapping[str, float] = field(default_factory=lambda: {"I": 0.0, "R": 1e-5, "V": 0.0, "P": 1e-4})
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Per-node numbers in those units: FLOPs, matrix and activation bytes, and how many copies a node stands for."""
+    """The cost of each node in those units: FLOPs, matrix and activation bytes, and the number of its copies."""
 
     flops: Mapping[str, float]
     matrix: Mapping[str, float]
     activation: Mapping[str, float]
     instances: Mapping[str, int]
-    tokens: frozenset[tuple[str, Placement]] = (
-        frozenset()
-    )  # (value, cut) along the sequence: re-sharding these is the plan
+    tokens: frozenset[tuple[str, Placement]] = frozenset()  # (value, its sharding along the sequence): reshard is free
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The option of every representative node, and what all of them cost in the units of ``Weights``."""
+    """The option of each representative node, and their total cost in the units of ``Weights``."""
 
     options: dict[str, Option]
     cost: float = 0.0
 
 
 def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]], weights: Weights) -> Solution:
-    """The cheapest options. ``edges``: "reader:position" → the values that feed it."""
+    """Return the cheapest options. ``edges``: "reader:position" → the values that feed it."""
     if max(candidates.sizes.values()) == 1 and (whole := _all_whole(candidates)) is not None:
         return Solution(whole)
-    for most in (weights.reshard, inf):  # no cost is negative: what costs more than all of an answer is no part of it
-        found = _Program(candidates, costs, edges, weights, most).solve()
-        if found is not None and found.cost < most:
-            return found
+    for most in (weights.reshard, inf):  # costs are ≥ 0: an optimum below ``most`` uses no term above it
+        solution = _Program(candidates, costs, edges, weights, most).solve()
+        if solution is not None and solution.cost < most:
+            return solution
     raise PlanError(
         "no way to shard the model satisfies every constraint",
         where="tensor_parallel.overrides",
@@ -112,7 +109,7 @@ def solve(candidates: Candidates, costs: Costs, edges: Mapping[str, list[Edge]],
 
 
 def _all_whole(candidates: Candidates) -> dict[str, Option] | None:
-    """Every value the same on the one rank of tp, which is the cheapest; None if an override says otherwise."""
+    """Return full replication, the optimum for tp = 1; None if an override forbids it."""
     chosen: dict[str, Option] = {}
     for node in candidates.nodes:
         options = candidates.options[node.name]
@@ -124,7 +121,7 @@ def _all_whole(candidates: Candidates) -> dict[str, Option] | None:
 
 
 class _Program:
-    """Owns the integer program under construction. ``most``: conversions and options that cost as much are left out."""
+    """The integer program under construction. Conversions and options that cost ``most`` or more are excluded."""
 
     def __init__(
         self,
@@ -140,10 +137,10 @@ class _Program:
         self.rows: list[tuple[list[int], list[float], float, float]] = []
         self.x: dict[tuple[str, int], int] = {}
         self.z: dict[tuple[Edge, Placement, Placement, bool], int] = {}
-        self.num_readers = Counter(edge for found in edges.values() for edge in found)
+        self.num_readers = Counter(edge for of_input in edges.values() for edge in of_input)
 
     def solve(self) -> Solution | None:
-        """None if nothing satisfies every constraint."""
+        """Return the optimum; None if nothing satisfies every constraint."""
         for node in self.candidates.nodes:
             self._choose(node)
         for node in self.candidates.nodes:
@@ -184,7 +181,7 @@ class _Program:
         return cost * times
 
     def _read(self, node: fx.Node) -> None:
-        """Each input is made in some type and read in some type: a flow from the maker's options to the reader's."""
+        """Add, for each input of ``node``, the flow from the producer's options to the reader's."""
         for position in range(len(node.all_input_nodes)):
             wanted: dict[tuple[Placement, bool], list[int]] = {}
             for index, option in enumerate(self.candidates.options[node.name]):
@@ -209,7 +206,7 @@ class _Program:
             self.rows.append(([*flows, *variables], [1.0] * len(flows) + [-1.0] * len(variables), 0.0, 0.0))
 
     def _converted(self, edge: Edge, before: Placement, after: Placement, picks: bool) -> int | None:
-        """A flow variable of one reader; with several readers, its cost is that of the conversion that they share."""
+        """Return the flow variable of one reader; several readers share the cost of one conversion."""
         cost = self._conversion_cost(edge.value, before, after, picks, edge.times)
         if cost is None or cost >= self.most:
             return None
@@ -227,28 +224,28 @@ class _Program:
     ) -> float | None:
         if isinstance(value.meta["val"], (tuple, list)) and before != after:
             return None
-        found = conversion(
+        how = conversion(
             before,
             after,
             grad=bool(value.meta.get("grad")),
             parameter=bool(value.meta.get("parameter")),
             exchange=is_computed_weight(value, least_dims=2),
         )
-        if found is None:
+        if how is None:
             return None
         size = self.costs.activation[value.name]
-        calls = [_MOVED[kind] * size for kind in (found.forward, found.backward) if kind]
+        calls = [_MOVED[kind] * size for kind in (how.forward, how.backward) if kind]
         reshards = before != after and (before.is_sharded or (after.is_sharded and not picks))
         along = (value.name, before if before.is_sharded else after) in self.costs.tokens
         is_meant = along or is_computed_weight(value)
         detour = self.weights.reshard if reshards and value.meta.get("grad") and not is_meant else 0.0
         moved = len(calls) * self.weights.call + self.weights.bytes * sum(calls)
         is_made_whole = before.kind == "P" and after.kind in ("I", "R") and value.meta.get("grad")
-        kept = self.weights.whole * size if is_made_whole else 0.0  # of a cut one its readers keep the cut
-        return (detour + moved + kept + (1e-6 if found.name else 0.0)) * times
+        kept = self.weights.whole * size if is_made_whole else 0.0  # readers of a sharded value save their shard
+        return (detour + moved + kept + (1e-6 if how.name else 0.0)) * times
 
     def _run(self) -> np.ndarray | None:
-        # here, not above: a rank with nothing to decide saves the 36 MiB of SciPy
+        # imported here because a rank that solves nothing saves the 36 MiB of SciPy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
