@@ -1,20 +1,19 @@
-"""Build every row of a plan from the decisions. Nothing is decided here, and nothing refused.
+"""Builds every row of a plan from the decisions. Nothing here decides or rejects anything.
 
-Notes beside the rows say what a run does otherwise than one would think. Gradients are rounded by graphs of
-Transformer Engine alone:
+Diagnostics report where a run may surprise you. Only graphs of Transformer Engine round gradients:
 
-    eager, local on a GPU      buffer += gᵀ x             added as it is computed, in the dtype of the buffer
-    transformer_engine         buffer += round(gᵀ x)      its graph gives the gradient in the dtype of the weight
+    eager, local on a GPU      buffer += gᵀ x             accumulated in the dtype of the buffer
+    transformer_engine         buffer += round(gᵀ x)      the graph returns the gradient in the dtype of the weight
 
-How the gradient of each weight is made: by the product that reads it, which can wait for a W, or by autograd.
+Each weight gradient is computed in one of four ways, found in the lowered stages:
 
-    can wait        a product of a value with the weight, with its bias, outside of graph regions
-    in graph        the same within a region: a graph replays it with its backward
-    at once         the same outside of one, on a value in a graph's static memory: the next microbatch takes it after
-                    the backward: a W would read the wrong values
-    by autograd     whatever else reads a weight: norms, lookups, products with a weight that was cast or cut before
+    can wait        for its W: a product of a value with the weight and its bias, outside of graph regions
+    in graph        the same product inside a region, whose backward graph computes it
+    at once         the same product outside, on a value in a graph's static memory: the next microbatch overwrites
+                    that value after the backward, so a W would read the wrong one
+    by autograd     for every other reader: norms, lookups, products with a weight that was cast or sliced before
 
-It is read off the lowered stages. A weight that is read in several ways has an entry for each.
+A weight that is read in several ways has an entry for each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +56,7 @@ from planner.trace.lowered import Lowered
 
 
 class Beside(NamedTuple):
-    """What is decided beside the lowered stages."""
+    """The decisions that the lowered stages do not contain."""
 
     schedule: SchedulePlan
     compiled: Compiled
@@ -68,7 +67,7 @@ class Beside(NamedTuple):
 
 
 def tables_of(spec: Spec, lowered: Lowered, beside: Beside, cluster: Cluster | None, hub: HubFormat) -> Tables:
-    """The rows of all decisions. Every parameter, every collective."""
+    """Return all rows of a plan, with every parameter and every collective."""
     decisions, shards = lowered.decisions, lowered.shards
     schedule, compiled, sites, slots, memory, cost = beside
     places, reasons = Places(decisions.blocks), Reasons(decisions, sites)
@@ -109,13 +108,13 @@ def tables_of(spec: Spec, lowered: Lowered, beside: Beside, cluster: Cluster | N
 
 
 def cluster_warnings(cluster: Cluster | None) -> Iterator[Diagnostic]:
-    """Warnings for values of a cluster file that are more often a mistake."""
+    """Yield a warning for each value of the cluster file that is probably a mistake."""
     for error in cluster.warnings() if cluster is not None else ():
         yield warning(error.what, str(error.where), error.fix)
 
 
 def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> Iterator[Diagnostic]:
-    """A rank that needs more than its device has to give: the worst of them."""
+    """Yield a warning for the rank that exceeds its device's usable memory the most, if any does."""
     worst = max(too_large(memory, cluster), key=lambda row: row.total, default=None)
     if worst is not None and cluster is not None:
         device, part = cluster.device, f"{cluster.device.usable_memory:.0%}"
@@ -128,19 +127,19 @@ def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> I
 
 
 def input_warnings(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
-    """Integers drawn by the spec beyond the rows or classes of the model: a batch that holds one is refused."""
-    for name, given in spec.inputs.items():
+    """Yield a warning if random integer inputs exceed the rows or classes of the model: a run rejects such a batch."""
+    for name, field in spec.inputs.items():
         ids = min(decisions.id_ranges.get(name, ()), key=lambda ids: ids.high, default=None)
-        if ids is not None and given.high is not None and given.high > ids.high:
+        if ids is not None and field.high is not None and field.high > ids.high:
             yield warning(
-                f"inputs.{name}.high is {given.high}, but {ids.what} has {ids.unit} 0 to {ids.high - 1}",
+                f"inputs.{name}.high is {field.high}, but {ids.what} has {ids.unit} 0 to {ids.high - 1}",
                 f"inputs.{name}.high",
                 f"set high: {ids.high}, or less",
             )
 
 
 def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:
-    """Fewer microbatches than ranks of the pipeline: it runs and is right, but ranks wait more than they must."""
+    """Yield a warning if there are fewer microbatches than pp ranks: results are right, but ranks idle more."""
     count, pp = schedule.num_microbatches, len(schedule.orders)
     if count < pp:
         yield warning(
@@ -152,20 +151,20 @@ def schedule_warnings(schedule: SchedulePlan) -> Iterator[Diagnostic]:
 
 
 def _stage_row(decisions: Decisions, shards: Shards, index: int) -> StagePlan:
-    """Its blocks, its parameters on one rank, the values that cross its boundaries."""
+    """Return the row of a stage: its blocks, its parameter elements, and the values that it receives and sends."""
     program, stages, mesh = decisions.program, decisions.stages, decisions.mesh
     blocks = tuple(decisions.blocks.instances[b].path for b in stages.blocks_of_stage[index])
-    held = [program.node(n) for n in program.parameters if index in stages.parameter_stages.get(n, ())]
-    count = sum(node.meta["val"].numel() for node in held)
+    names = [n for n in program.parameters if index in stages.parameter_stages.get(n, ())]
+    count = sum(program.node(name).meta["val"].numel() for name in names)
     place = mesh.pp_rank_of(index), mesh.chunk_of(index)
     return StagePlan(index, *place, blocks, count, shards.received(index), shards.sent(index))
 
 
 def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic]:
-    """One row if weights of products in captured regions are less precise than their gradient buffers."""
+    """Yield one warning if weights of products in captured regions are less precise than their gradient buffers."""
     if spec.cuda_graphs.impl != "transformer_engine":
         return
-    products = {found.name for found in weight_gradients(lowered) if found.how == IN_GRAPH}
+    products = {row.name for row in weight_gradients(lowered) if row.how == IN_GRAPH}
     narrow = {
         (p.fqn, buffer.dtype, buffer.gradient_dtype)
         for buffer in lowered.shards.buffers
@@ -184,26 +183,26 @@ def graph_rounding_warnings(spec: Spec, lowered: Lowered) -> Iterator[Diagnostic
 
 
 def compile_notes(spec: Spec, decisions: Decisions) -> Iterator[Diagnostic]:
-    """One row if the cluster has GPUs and ``compile: auto`` is off."""
+    """Yield one note if the cluster has GPUs and ``compile: auto`` resolves to off."""
     if spec.compile == AUTO and decisions.on_gpu and not spec.compiles(on_gpu=True):
         what = "compile: auto is off beside cuda_graphs: graphs of compiled pieces have not run on a GPU"
         yield remark(what, "compile", "set compile: true to use both")
 
 
 def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterator[Diagnostic]:
-    """One note for each size, at the first value that is gathered or scattered along it."""
-    told = set[tuple[int, int]]()
+    """Yield one note per padded dim size, at the first value that is gathered or scattered along such a dim."""
+    reported = set[tuple[int, int]]()
     for change in (change for of_stage in shards.changes for change in of_stage):
         cut = change.before if change.before.is_sharded else change.after
         value = decisions.program.node(change.value)
         if not cut.padding or not value.meta.get("grad"):
             continue
-        size, held = shape_of(value)[cut.dim], cut.local_size(decisions.placements.size(value))
-        if (size, held) not in told:
-            told.add((size, held))
+        size, local = shape_of(value)[cut.dim], cut.local_size(decisions.placements.size(value))
+        if (size, local) not in reported:
+            reported.add((size, local))
             yield remark(
                 f"dim {cut.dim} = {size} is padded to {size + cut.padding} over {change.axis}: each rank holds "
-                f"{held}, and no sum includes padding",
+                f"{local}, and no sum includes padding",
                 places.text(value),
             )
 
@@ -211,7 +210,7 @@ def padded_notes(decisions: Decisions, shards: Shards, places: Places) -> Iterat
 def sharded_notes(
     spec: Spec, lowered: Lowered, memory: Sequence[MemoryRow], cluster: Cluster | None
 ) -> Iterator[Diagnostic]:
-    """One, if the plan chose with several microbatches."""
+    """Yield one note on whether gathered weights are freed after each use, if the plan had to choose."""
     if not any(buffer.gathers for buffer in lowered.shards.buffers) or spec.num_microbatches == 1:
         return
     if spec.optimizer.reshard != AUTO:
@@ -232,7 +231,7 @@ WHERE = "pipeline.schedule"
 
 
 def weight_gradient_notes(lowered: Lowered, schedule: SchedulePlan) -> Iterator[Diagnostic]:
-    """If the schedule has W: one note of the weight gradients that wait, and one for each reason why others do not."""
+    """Yield, if the schedule has W, a note on the weight gradients that wait, and one per reason why others do not."""
     if not schedule.has_weights:
         return
     rows = weight_gradients(lowered)
@@ -251,7 +250,7 @@ CAN_WAIT, IN_GRAPH, AT_ONCE, BY_AUTOGRAD = "can wait", "in graph", "at once", "b
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """``name``: the parameter's. ``how``: one of the four; ``reason``: why it does not wait, "" if it does."""
+    """How the gradient of parameter ``name`` is computed: one of the four ways; ``reason``: why it does not wait."""
 
     name: str
     how: str
@@ -259,15 +258,15 @@ class WeightGradient:
 
 
 def weight_gradients(lowered: Lowered) -> tuple[WeightGradient, ...]:
-    """Of each parameter that trains, in the order of the program."""
+    """Return how the gradient of each trained parameter is computed, in the order of the program."""
     decisions, home = lowered.decisions, homes(lowered.regions)
-    found: dict[str, dict[WeightGradient, None]] = {}
+    rows: dict[str, dict[WeightGradient, None]] = {}
     for stage in map(lowered.stage, range(lowered.num_stages)):
         for node in stage.graph.find_nodes(op="get_attr"):
             name = decisions.program.parameters.get(node.meta.get("origin", ""))
             if name is not None and node.meta["grad"]:
-                found.setdefault(name, {}).update(dict.fromkeys(_ways(decisions, stage, node, name, home)))
-    return tuple(row for name in decisions.program.parameters.values() for row in found.get(name, ()))
+                rows.setdefault(name, {}).update(dict.fromkeys(_ways(decisions, stage, node, name, home)))
+    return tuple(row for name in decisions.program.parameters.values() for row in rows.get(name, ()))
 
 
 def _ways(

@@ -3,7 +3,7 @@
 warning   sizes that keep a layer replicated, attention sharded in some blocks only, inexact loss terms
 info      everything else, one row for each layer; the tables fold those of repeated blocks
 
-Notes on single ops and on experts are in rooms of their own.
+See ``op_notes`` for notes on single ops, and ``experts`` for those on experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def diagnostic_rows(
     reasons: Reasons,
     places: Places,
 ) -> tuple[Diagnostic, ...]:
-    """Warnings first, then notes; each once."""
+    """Return all diagnostics of the decisions without duplicates, warnings first."""
     rows = [
         *_notes(decisions),
         *_sequences(decisions),
@@ -61,7 +61,7 @@ def diagnostic_rows(
 
 
 def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
-    """A cp rank's part of each sequence."""
+    """Yield a note on the shard of each sequence that a cp rank has."""
     context = decisions.context
     for length in context.lengths:
         yield remark(
@@ -72,7 +72,7 @@ def _sequences(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def stored_notes(hub: HubFormat, parameters: tuple[ParameterPlan, ...]) -> Iterator[Diagnostic]:
-    """The format of quantised weights, and ops of which no part can be made alone."""
+    """Yield notes on quantised weights of a Hub directory: their format, and conversions that need the full tensor."""
     if kind := stored_in(hub.config):
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in parameters))
         yield remark(f"the weights are stored in {kind}; they are trained and exported in {dtypes}")
@@ -100,7 +100,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _untrained(program: Program) -> Iterator[Diagnostic]:
-    """Parameters that ask for a gradient and get none: they never change, as in one process, but is that meant?"""
+    """Yield a warning for parameters that require a gradient and get none: they never change, as in one process."""
     names = program.untrained
     if names:
         yield warning(
@@ -111,7 +111,7 @@ def _untrained(program: Program) -> Iterator[Diagnostic]:
 
 
 def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Parameters that one process does not update in a step in which data selects no rows for them."""
+    """Yield diagnostics for parameters that one process does not update in a step that selects no rows for them."""
     resting = decisions.resting
     if resting:
         what = (
@@ -130,7 +130,7 @@ def _skipped(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def _always_chosen(decisions: Decisions) -> set[str]:
-    """Stacks of experts: every token chooses some of them."""
+    """Return the names of stacked expert weights: every token chooses some expert of the stack."""
     weights = [weight for layer in decisions.experts.layers if layer.top_k for weight in layer.weights]
     return {decisions.program.parameters[name] for weight in weights if weight.dim >= 0 for name in weight.nodes}
 
@@ -139,7 +139,7 @@ _EXACT = (
     "set batch.statistics: global, give each dp rank one microbatch (batch.micro = global / dp), or write the "
     "loss as a sum divided by a count"
 )
-# field of LossTerms → level, words on its place, fix; without one it is to give the op a rule
+# field of LossTerms → level, text with a field for the place, fix (if empty: give the op a rule)
 _OF_TERMS = {
     "counted_first": (
         "info",
@@ -177,7 +177,7 @@ _OF_TERMS = {
 
 
 def batch_notes(decisions: Decisions) -> Iterator[Diagnostic]:
-    """How microbatches differ from the global batch: the warnings are of numbers that one process may not give."""
+    """Yield diagnostics for terms whose microbatches do not add up to the global batch, exactly or not."""
     for terms, (level, words, fix) in _OF_TERMS.items():
         for what, where in getattr(decisions.terms, terms):
             yield Diagnostic(level, words.format(what), str(where), fix or rule_of_own(what))
@@ -251,7 +251,7 @@ def _loss(decisions: Decisions, node: fx.Node, places: Places) -> Diagnostic:
 
 
 def summary_row(decisions: Decisions, parameters: tuple[ParameterPlan, ...]) -> Summary:
-    """Shares of matrix-product FLOPs and of parameter elements that are cut over tp."""
+    """Return the shares of matrix-product FLOPs and of parameter elements that are sharded over tp."""
     total = cut = 0
     for node in decisions.program.graph.graph.nodes:
         if node.op == "call_function":

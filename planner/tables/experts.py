@@ -1,4 +1,4 @@
-"""The rows of layers of experts: the ranks of each expert, and the bytes of dispatch and combine."""
+"""Rows of expert layers: the ranks of each expert, and the bytes of dispatch and combine."""
 
 from collections.abc import Iterator
 
@@ -15,17 +15,17 @@ ONCE_TO_A_RANK, ONCE_TO_A_NODE = "tokens, once to a rank", "tokens, once to a no
 
 
 def experts_rows(decisions: Decisions, places: Places) -> Iterator[ExpertsPlan]:
-    """One row a layer, in the model's order."""
+    """Yield one row per expert layer, in the order of the model."""
     stages, mesh, sent = decisions.stages, decisions.mesh, _sent(decisions)
     for layer in decisions.experts.layers:
         node = decisions.program.node(layer.chosen[0])
         stage = next(s for s in range(stages.num_stages) if stages.runs_on(node.name, s))
-        held: tuple[tuple[int, ...], ...] = ()
+        ranks: tuple[tuple[int, ...], ...] = ()
         if mesh.has_expert_axes:
-            held = tuple(_ranks_of(decisions, ep_rank, mesh.pp_rank_of(stage)) for ep_rank in range(mesh.ep))
+            ranks = tuple(_ranks_of(decisions, ep_rank, mesh.pp_rank_of(stage)) for ep_rank in range(mesh.ep))
         size, what = sent.get(layer.chosen, (0, ""))
         of_layer = layer.num_experts, layer.top_k, layer.how
-        yield ExpertsPlan(places.block(node), *of_layer, stage, held, size, what if size else "")
+        yield ExpertsPlan(places.block(node), *of_layer, stage, ranks, size, what if size else "")
 
 
 def _ranks_of(decisions: Decisions, ep_rank: int, pp_rank: int) -> tuple[int, ...]:
@@ -37,24 +37,24 @@ def _ranks_of(decisions: Decisions, ep_rank: int, pp_rank: int) -> tuple[int, ..
 
 
 def _sent(decisions: Decisions) -> dict[tuple[str, ...], tuple[int, str]]:
-    """Choices of a layer → bytes that one rank sends by them, and what travels. Empty if no row leaves its rank."""
-    found, mesh = dict[tuple[str, ...], tuple[int, str]](), decisions.mesh
+    """Return choices of a layer → (bytes that one rank sends for it, kind of payload); empty if no row is sent."""
+    by_layer, mesh = dict[tuple[str, ...], tuple[int, str]](), decisions.mesh
     if not mesh.has_expert_axes or mesh.ep == mesh.etp == 1:
-        return found
+        return by_layer
     for node in exchanges_of(decisions):
         if node.target in (exchange.dispatch, exchange.dispatch_tokens):
             here = node.all_input_nodes[-1]
             chosen = tuple(n.name for n in here.all_input_nodes[0].all_input_nodes)
-            size, what = found.get(chosen, (0, ROWS))
+            size, what = by_layer.get(chosen, (0, ROWS))
             if node.target is exchange.dispatch_tokens:
                 is_summed = any(user.target is exchange.combine for user in here.users)
                 what = ONCE_TO_A_RANK if here.args[4] == 1 else ONCE_TO_A_NODE
                 what += "" if is_summed else "; rows back"
-            found[chosen] = size + bytes_over_ep(node, mesh), what
+            by_layer[chosen] = size + bytes_over_ep(node, mesh), what
     for layer in decisions.experts.layers:
         if layer.sent:
-            found[layer.chosen] = sum(sent_bytes(decisions.program.node(n), mesh) for n in layer.sent), SLOTS
-    return found
+            by_layer[layer.chosen] = sum(sent_bytes(decisions.program.node(n), mesh) for n in layer.sent), SLOTS
+    return by_layer
 
 
 def expert_notes(decisions: Decisions, parameters: tuple[ParameterPlan, ...], places: Places) -> Iterator[Diagnostic]:
@@ -81,7 +81,7 @@ def expert_notes(decisions: Decisions, parameters: tuple[ParameterPlan, ...], pl
 
 
 def _computed_densely(layer: ExpertLayer, dense: Doubt, where: str) -> Diagnostic:
-    """A loop over experts that computes every token, although tokens choose few experts."""
+    """Return the note on a loop over experts in which each expert computes every token."""
     what = (
         f"each of the {layer.num_experts} experts computes every token, {layer.num_experts / layer.top_k:g}× the work"
     )

@@ -1,4 +1,4 @@
-"""Notes on single ops: without a rule, with an inferred one, with a backward of their own, or with a slow kernel."""
+"""Notes on single ops: no rule, an inferred rule, a custom backward, or a slow kernel."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from planner.tables.tables import Diagnostic, remark, warning
 from planner.trace.attention_kernels import MATH, kernel_of
 
 aten = torch.ops.aten
-_MANY, _PASSES = 1000, 32  # calls of a graph, and of one line in one module, beyond which planning is slow
+_MANY, _PASSES = 1000, 32  # planning is slow beyond so many calls in a graph, and from one line of one module
 
 
 def own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """Custom Functions that stay one op each, and why each is sharded or not."""
+    """Yield a note on each custom autograd Function, which stays one op, with why it is sharded or not."""
     for node in decisions.program.graph.graph.nodes:
         if isinstance(node.target, OwnBackward):
             option, facts = decisions.placements.options[node.name], node.target.facts
@@ -44,26 +44,26 @@ def own_backwards(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
 
 
 def norms(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """On a GPU each of their ops is a kernel that reads and writes all features."""
-    found = list(spelled_norms(decisions.program)) if decisions.on_gpu else []
-    num_ops = sum(norm.num_ops for norm in found)
-    if found:
+    """Yield a note on RMS norms written as single ops: on a GPU, each op is a kernel that reads all features."""
+    spelled = list(spelled_norms(decisions.program)) if decisions.on_gpu else []
+    num_ops = sum(norm.num_ops for norm in spelled)
+    if spelled:
         yield remark(
-            f"{len(found)} RMS norms are spelled out, in {num_ops} ops; fuse_norms: true makes each one GPU "
+            f"{len(spelled)} RMS norms are spelled out, in {num_ops} ops; fuse_norms: true makes each one GPU "
             "kernel forward and one backward, which sum in another order",
-            places.text(found[0].results[0]),
+            places.text(spelled[0].results[0]),
         )
 
 
 def kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
-    """The kernel with which the memory of attention is counted, if that decides the saved tensors."""
+    """Yield a note on the attention kernel that the plan assumes, if the kernel decides which tensors are saved."""
     for node in decisions.program.graph.graph.nodes:
         if node.op != "call_function" or packet_of(node.target) is not aten.scaled_dot_product_attention:
             continue
         drops = " with dropout" if is_random(node) else ""
         if decisions.on_gpu:
-            given = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
-            values: list[Any] = [None if x is None else x.meta["val"] for x in given]
+            operands = [named(node)[name] for name in ("query", "key", "value", "attn_mask")]
+            values: list[Any] = [None if x is None else x.meta["val"] for x in operands]
             kernel = kernel_of(*values, cudnn=decisions.cudnn)
             keeps = (
                 "its scores and probabilities"
@@ -83,7 +83,7 @@ def kernels(decisions: Decisions, places: Places) -> Iterator[Diagnostic]:
 
 
 def unrolled(decisions: Decisions) -> Iterator[Diagnostic]:
-    """A loop in Python of which the export holds every pass: planning takes as long as so many calls do."""
+    """Yield a note on a Python loop that the export unrolled into so many calls that planning is slow."""
     calls = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function" and "stack_trace" in n.meta]
     if len(calls) >= _MANY:
         lines = Counter((module_of(n), n.meta["stack_trace"]) for n in calls)
@@ -97,12 +97,12 @@ def unrolled(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Rules that trials have shown, once for each op and pattern."""
-    found: dict[tuple[str, str], fx.Node] = {}
+    """Yield a note on each op and pattern whose rule was inferred by trials."""
+    first: dict[tuple[str, str], fx.Node] = {}
     for node in decisions.program.graph.graph.nodes:
         if "inferred" in node.meta:
-            found.setdefault((str(node.target), str(node.meta["inferred"])), node)
-    for (op, pattern), node in found.items():
+            first.setdefault((str(node.target), str(node.meta["inferred"])), node)
+    for (op, pattern), node in first.items():
         yield remark(
             f'{op} has no rule; by trials on random values it has "{pattern}"',
             str(where_of(node)),
@@ -112,16 +112,16 @@ def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def without_rule(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Ops that carry a gradient and have no rule, by op and line of the user's code: every rank computes all of them,
-    a share of the estimated work."""
+    """Yield a warning per op and source line without a rule, with its share of the estimated work: every rank computes
+    it in full."""
     nodes = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function"]
-    found: dict[tuple[str, str, int], list[fx.Node]] = {}
+    groups: dict[tuple[str, str, int], list[fx.Node]] = {}
     for node in nodes:
         if node.meta.get("grad") and rule_of(node) is None and not isinstance(node.target, OwnBackward):
             where = where_of(node)
-            found.setdefault((str(node.target), where.file, where.line), []).append(node)
-    total = max(sum(map(node_cost, nodes)) if found else 1, 1)
-    for (op, *_), group in found.items():
+            groups.setdefault((str(node.target), where.file, where.line), []).append(node)
+    total = max(sum(map(node_cost, nodes)) if groups else 1, 1)
+    for (op, *_), group in groups.items():
         times = f", {len(group)} times" if len(group) > 1 else ""
         yield warning(
             f"{op} has no rule{times} and is replicated on every rank, {sum(map(node_cost, group)) / total:.1%} of the "
@@ -136,7 +136,7 @@ def rule_of_own(op: str) -> str:
 
 
 def own_name(op: str) -> str:
-    """``mylib.scan.default`` as torch.library has registered it."""
+    """Return the name under which torch.library registered an op: ``mylib::scan`` for ``mylib.scan.default``."""
     namespace, _, rest = op.partition(".")
     return f"{namespace}::{rest.removesuffix('.default')}"
 
@@ -144,7 +144,7 @@ def own_name(op: str) -> str:
 def documents_notes(
     spec: Spec, decisions: Decisions, sites: tuple[AttentionSite, ...], places: Places
 ) -> Iterator[Diagnostic]:
-    """Which attentions compute the pairs of tokens within documents alone, and which all pairs of a sequence."""
+    """Yield a note on attention that runs within documents only, and one on attention that masks other documents."""
     documents, program = decisions.lowering.documents, decisions.program
     if spec.data.packing != "documents":
         return

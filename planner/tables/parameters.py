@@ -1,12 +1,11 @@
-"""The parameters' rows: style, cut, the reason in words. Nothing is left out: frozen and unused ones are named so.
+"""Rows of all parameters, frozen and unused ones too: style, sharded dim, and the reason in words.
 
-The rows of the gradient buffers, and a note on vectors with weight decay.
+Also the rows of the gradient buffers, and notes on weight decay of vectors and on regathered values.
 
-Values that are gathered twice under sequence parallelism, in bytes: those not saved, and those moved again.
-
-The input of a column-parallel linear is gathered, and its weight's gradient needs all of it again: saved, it is t times
-the part that a rank holds anyway; gathered again while the gradient of the value is computed, only the part is saved
-(Korthikanti et al. 2022, section 4.2). One op gathers and multiplies, so linears in two graph regions save the value.
+Regather: under sequence parallelism, the input of a column-parallel linear is gathered, and its weight gradient needs
+the gathered value again. Saving it takes tp times the bytes of a rank's shard. Gathering it again, while the gradient
+of the value is computed, saves only the shard (Korthikanti et al. 2022, section 4.2). One op gathers and multiplies,
+so a value that linears in two graph regions read is saved.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +35,7 @@ from planner.updates import UpdateRules, aliases_of, base_of, settings_of
 
 
 def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: Places) -> tuple[ParameterPlan, ...]:
-    """One row for every parameter of the model, in the model's order."""
+    """Return one row for every parameter, in the order of the model."""
     aliases = aliases_of(decisions.program)
     styles: dict[object, tuple[str, str]] = {}
     first_place = decisions.mesh.place(0)
@@ -44,7 +43,7 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
     for name, fqn in decisions.program.parameters.items():
         node = decisions.program.node(name)
         part = part_of_node(decisions, node, first_place)
-        # copies of a block have the reason of the first; parameters that blocks share have their own
+        # copies of a block share the reason of the first one; parameters shared by blocks have their own
         key = (decisions.blocks.representative.get(name, name), part)
         if key not in styles:
             styles[key] = reasons.style_and_reason(node)
@@ -64,23 +63,23 @@ def parameter_rows(spec: Spec, decisions: Decisions, reasons: Reasons, places: P
                 matrices=decisions.rules.matrices.get(fqn),
             )
         )
-    base, found = base_of(spec.optimizer), settings_of(spec.optimizer, rows)
-    return tuple(replace(row, group=found[row.name].told(base)) if row.name in found else row for row in rows)
+    base, own = base_of(spec.optimizer), settings_of(spec.optimizer, rows)
+    return tuple(replace(row, group=own[row.name].told(base)) if row.name in own else row for row in rows)
 
 
 def origin_of(spec: Spec, decisions: Decisions, node: fx.Node) -> str:
-    """The spec's line if an override decided it; "solver" if there was a choice; else "default"."""
-    given = decisions.placements.origins[node.name]
-    if given.startswith("override "):
-        return str(spec.location(f"tensor_parallel.overrides.{given.removeprefix('override ')}"))
+    """Return the spec line of the override that decided; "solver" if there was a choice; else "default"."""
+    origin = decisions.placements.origins[node.name]
+    if origin.startswith("override "):
+        return str(spec.location(f"tensor_parallel.overrides.{origin.removeprefix('override ')}"))
     axis = axis_of(decisions.expert_parts.get(node.name))
-    return given if decisions.mesh.size(axis) > 1 and node.users else "default"
+    return origin if decisions.mesh.size(axis) > 1 and node.users else "default"
 
 
 def optimizer_plan(
     optimizer: OptimizerSpec, buffers: tuple[Buffer, ...], mesh: Mesh, rules: UpdateRules
 ) -> OptimizerPlan:
-    """One row a buffer, by pp rank."""
+    """Return the plan of the optimizer, with one row per gradient buffer of each pp rank."""
     rows = tuple(_buffer_row(buffer, homes_of(buffer, mesh, rules)) for buffer in buffers)
     return OptimizerPlan(rows, optimizer.name, optimizer.planned_zero, optimizer.alignment)
 
@@ -88,7 +87,7 @@ def optimizer_plan(
 def decay_notes(
     optimizer: OptimizerSpec, parameters: tuple[ParameterPlan, ...], buffers: Iterable[Buffer]
 ) -> Iterator[Diagnostic]:
-    """One note if norms and biases have weight decay, which most recipes leave out."""
+    """Yield one note if norms and biases have weight decay, which most recipes exclude."""
     base, own = base_of(optimizer), settings_of(optimizer, parameters)
     trained = {slot.name for b in buffers if not b.is_frozen for bucket in b.layout.buckets for slot in bucket.slots}
     vectors = [row.name for row in parameters if len(row.shape) < 2 and row.name in trained]
@@ -124,14 +123,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:
-    """One note for each stage that gathers again; and one for gathered values that are saved, with the reason."""
+    """Yield one note for each stage that regathers values, and one for each gathered value that is saved instead."""
     decisions = lowered.decisions
     if not decisions.lowering.options.regather:
         return
     stages = [list(gathered_values(lowered, stage)) for stage in range(lowered.num_stages)]
     is_any = any(again for values in stages for _, again in values)
-    for stage, found in enumerate(stages if is_any else ()):
-        sizes = [_bytes(decisions, change) for change, again in found if again]
+    for stage, values in enumerate(stages if is_any else ()):
+        sizes = [_bytes(decisions, change) for change, again in values if again]
         whole, tp = sum(sizes), decisions.mesh.tp
         if sizes:
             yield remark(
@@ -140,7 +139,7 @@ def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:
                 "gathered again",
                 "tensor_parallel.regather",
             )
-        for change in (change for change, again in found if not again):
+        for change in (change for change, again in values if not again):
             yield remark(
                 f"a gathered value of {format_bytes(_bytes(decisions, change))} is saved for the backward: "
                 "ops other than products with trained weights read it, or CUDA graphs separate them",
@@ -149,7 +148,7 @@ def regather_notes(lowered: Lowered, places: Places) -> Iterator[Diagnostic]:
 
 
 def gathered_values(lowered: Lowered, stage: int) -> Iterator[tuple[TypeChange, bool]]:
-    """The values over tp that are gathered forward and summed backward; and whether the backward gathers them again."""
+    """Yield (type change, whether the backward regathers) for each value that is gathered over tp in the forward."""
     for node in lowered.stage(stage).graph.nodes:
         if node.target in (gather, gathered_linears):
             change: TypeChange = node.meta["change"]

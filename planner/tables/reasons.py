@@ -1,4 +1,4 @@
-"""The reason for a parameter's sharding, in the user's words: the op that reads it, the purpose, the obstacle."""
+"""The reason for a parameter's sharding in words: the op that reads it, and the purpose or the obstacle."""
 
 import operator
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def summed(axis: str) -> str:
 
 
 class Reasons:
-    """Owns facts that many parameters share: the attention sites, and the block of each node."""
+    """Writes the reasons of all parameters, from shared facts: the attention sites, and the block of each node."""
 
     def __init__(self, decisions: Decisions, sites: tuple[AttentionSite, ...]) -> None:
         self.decisions, self.tp = decisions, decisions.mesh.tp
@@ -72,7 +72,7 @@ class Reasons:
     # ---- of experts
 
     def _experts_words(self, node: fx.Node) -> str:
-        """``8 experts over ep 4: 2 on a rank; width over etp 2``."""
+        """Return the reason of an expert weight: ``8 experts over ep 4: 2 on a rank; width over etp 2``."""
         part, mesh = self.decisions.expert_parts[node.name], self.decisions.mesh
         if part.dim >= 0:
             over_ep = f"{part.num_experts} experts over ep {mesh.ep}: {part.num_experts // mesh.ep} on a rank"
@@ -150,7 +150,7 @@ class Reasons:
                 return
 
     def _uneven_keys(self, reader: fx.Node, site: AttentionSite) -> Iterator[str]:
-        """Query heads are cut, yet there are too few key heads to go round."""
+        """Yield the obstacle if query heads are sharded, but tp does not divide the key heads."""
         keys, rest = divmod(int(reader.meta["val"].shape[-1]), site.head_size)
         if not rest and keys < self.tp:
             them = "it" if keys == 1 else "them"
@@ -162,7 +162,7 @@ class Reasons:
         yield from filter(None, [uneven_words(node.meta["val"].shape, self.tp, ";")])
 
     def _unaligned_dims(self, node: fx.Node) -> Iterator[str]:
-        """A grouped product of experts reads rows of whole 16 bytes."""
+        """Yield the obstacle if shards would break the 16-byte alignment of rows that grouped products need."""
         val = node.meta["val"]
         odd = [d for d, n in enumerate(val.shape) if d and int(n) * val.element_size() % (ROW_BYTES * self.tp)]
         if odd:
@@ -170,7 +170,7 @@ class Reasons:
             yield f"{dims} over tp = {self.tp}: a rank's rows would be no multiple of {ROW_BYTES} bytes"
 
     def is_uneven(self, node: fx.Node) -> bool:
-        """Whether sizes, not costs, keep a parameter replicated: a dim of it, or the heads of its attention."""
+        """Whether an indivisible size keeps a parameter replicated, not the cost: a dim, or the heads of attention."""
         if self.decisions.placements.of(node).is_sharded or self.tp == 1 or not node.users:
             return False
         if node.name in self.decisions.expert_parts:
@@ -181,14 +181,15 @@ class Reasons:
     # ---- the graph around a reader
 
     def _sites_near(self, reader: fx.Node) -> list[AttentionSite]:
-        """The attention that a projection feeds, or that feeds it."""
+        """Return the attention sites that a projection feeds, or that feed it."""
         ahead = [n for n in self._walk(reader, cut=False) if is_attention(n)]
         behind = [n for n in self._walk_back(reader) if is_attention(n)]
         names = (self.decisions.blocks.representative.get(n.name, n.name) for n in (*ahead, *behind))
         return list(dict.fromkeys(self._site_of[n] for n in names if n in self._site_of))
 
     def _walk(self, reader: fx.Node, *, cut: bool) -> Iterator[fx.Node]:
-        """Nodes that depend on ``reader``, up to the next products, within its block."""
+        """Yield the nodes of the same block that depend on ``reader``, up to the next products; ``cut``: along sharded
+        values only."""
         stack, seen, block = [reader], {reader}, self._block.get
         while stack and len(seen) < _MAX_WALK:
             node = stack.pop(0)
@@ -204,7 +205,7 @@ class Reasons:
                     stack.append(user)
 
     def _walk_back(self, reader: fx.Node) -> Iterator[fx.Node]:
-        """Nodes on which ``reader`` depends through ops of one operand, up to the first product."""
+        """Yield the nodes before ``reader``, along ops with one operand, up to the first product."""
         node = reader
         for _ in range(20):
             active = [
@@ -219,7 +220,7 @@ class Reasons:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The ops that use a parameter, seen through reshapes and the like."""
+    """Yield the ops that use a parameter, directly or through reshapes and the like."""
     for user in node.users:
         if user.target in SEE_THROUGH or user.target is operator.getitem:
             yield from readers(user)
@@ -232,15 +233,15 @@ def is_loss(node: fx.Node) -> bool:
 
 
 def is_linear(node: fx.Node) -> bool:
-    """A product of an activation and a weight."""
+    """Whether a node multiplies an activation with a weight."""
     if node.target not in PRODUCTS:
         return False
-    found = equation(node)
-    return found is not None and any(is_weight(n) for n in found[0]) and not all(is_weight(n) for n in found[0])
+    terms = equation(node)
+    return terms is not None and any(map(is_weight, terms[0])) and not all(map(is_weight, terms[0]))
 
 
 def op_words(node: fx.Node) -> str:
-    """The user's name of the op that reads a parameter."""
+    """Return the usual name of the op that reads a parameter."""
     if is_linear(node):
         return "linear" if node.target in (aten.linear.default, aten.mm.default) else op_name(node)
     if node.target is aten.add.Tensor and any(is_linear(n) for n in node.all_input_nodes):

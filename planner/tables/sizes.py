@@ -1,8 +1,8 @@
-"""Sizes for eyes."""
+"""Bytes and seconds in readable units."""
 
 
 def format_bytes(num_bytes: int) -> str:
-    """``1536`` is ``1.50 KiB``; under 1 KiB in bytes."""
+    """Return ``1.50 KiB`` for 1536; below 1 KiB in bytes."""
     value: float = num_bytes
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -12,7 +12,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``1.234 s``, ``12.345 ms``, ``3.2 us``."""
+    """Return ``1.234 s``, ``12.345 ms`` or ``3.2 us``."""
     if seconds >= 1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"

@@ -1,9 +1,9 @@
-"""All rows of a plan, checked against each other: they are printed, saved and compared; and those that only it has.
+"""The tables of a plan, as they are printed, saved and compared, and the rows that no other module defines.
 
 The other rows are defined beside their decisions: parameters, collectives, boundaries and buffers in planner/sharding,
-the schedule in planner/pipeline, memory in planner/cost, the mesh in planner/mesh.py. Plain ints, strings and tuples,
-so that they save and compare; a row checks itself when it is made, by the planner or from a file. The JSON keys are the
-field names.
+the schedule in planner/pipeline, memory in planner/cost, the mesh in planner/mesh.py. Rows contain only ints, strings
+and tuples, so they can be saved and compared. A row validates itself, and Tables the rows against each other, whether
+the planner or a file made them. The JSON keys are the field names.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from planner.sharding.buffers import OptimizerPlan
 from planner.sharding.parameters import ParameterPlan
 
 VERSION = 1
-_REMARKS = {"where", "origin", "reason"}  # words for people: file names and wording may differ between machines
+_REMARKS = {"where", "origin", "reason"}  # texts for people, with file names that may differ between machines
 
 
 def encode(value: Any) -> Any:
-    """Plain JSON values of a row, a tuple of rows, or a plain value."""
+    """Return a row, a tuple of rows or a plain value as JSON values."""
     if dataclasses.is_dataclass(value):
         return {name: encode(getattr(value, name)) for name in _hints(type(value))}
     if isinstance(value, dict):
@@ -43,9 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, path: str) -> Any:
-    """The value of type ``kind`` that ``encode`` wrote. Raises PlanError with the ``path`` of a value that does not
-    fit.
-    """
+    """Return the value of type ``kind`` that ``encode`` wrote. Raises PlanError with the ``path`` of a wrong value."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _decode_row(kind, value, path)
     origin, arguments = get_origin(kind), get_args(kind)
@@ -97,13 +95,13 @@ def _expect(value: Any, kind: Any, path: str) -> Any:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The fields that are saved, with their types: those that compare."""
+    """Return name and type of each saved field: those that take part in comparisons."""
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.compare}
 
 
 def to_text(values: dict[str, Any]) -> str:
-    """JSON with one line for each row of each table, so that a person reads it and a diff shows rows."""
+    """Return JSON with one line per row of each table, for readers and for diffs."""
     parts = []
     for name, value in values.items():
         if isinstance(value, list) and value:
@@ -127,7 +125,7 @@ LEVELS = ("info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One (virtual) stage. ``num_parameters``: elements of its full parameters, before sharding over tp."""
+    """A (virtual) stage. ``num_parameters``: elements of its full parameters, before sharding over tp."""
 
     index: int
     pp_rank: int
@@ -140,7 +138,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """Something the user should know: ``what``, ``where`` (module and line), and how to ``fix`` it if possible."""
+    """A note or warning for the user: ``what``, ``where`` (module and line), and how to ``fix`` it if possible."""
 
     level: str
     what: str
@@ -156,7 +154,7 @@ remark, warning = partial(Diagnostic, "info"), partial(Diagnostic, "warning")
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Shares (0 to 1) of matrix-product FLOPs and of parameter elements that are cut over tp, and the element count."""
+    """Shares (0 to 1) of matrix-product FLOPs and of parameter elements that are sharded over tp; element count."""
 
     flops_sharded_fraction: float = 0.0
     parameters_sharded_fraction: float = 0.0
@@ -165,9 +163,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class LengthPlan:
-    """One of several lengths: sequences and microbatches of its step, bytes on the fullest rank, and bytes that one
-    rank of each stage exchanges in it. ``seconds``: as predicted, None without a cluster. ``decisions``: the hash of
-    its own plan.
+    """One of several sequence lengths: ``sequences`` and ``microbatches`` of its step, ``memory`` of the fullest rank
+    and bytes ``exchanged`` by one rank of each stage, predicted ``seconds`` (None without a cluster), and the hash of
+    its own plan (``decisions``).
     """
 
     length: int
@@ -181,12 +179,12 @@ class LengthPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """A layer: ``num_experts``, ``top_k`` of them for a token (0: all that choose it), and ``how`` tokens are
+    """An expert layer: ``num_experts``, ``top_k`` of them per token (0: experts choose tokens), and ``how`` tokens are
     dispatched.
 
-    ``ranks``: of each ep rank of its stage the ranks with its experts; ep rank r has num_experts / ep of them, from
-    r · num_experts / ep on. Empty if experts are sharded like other layers. ``bytes``: of all that one rank sends to
-    experts in one microbatch, and gets back. ``sends``: what travels.
+    ``ranks``: for each ep rank of its stage, the ranks with its experts: num_experts / ep of them, from
+    r · num_experts / ep on. Empty if experts are sharded like other layers. ``bytes``: sent by one rank to experts in
+    one microbatch, and received back. ``sends``: the kind of payload.
     """
 
     block: str
@@ -201,7 +199,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """``spec`` is the spec as a dict; the other fields are the tables of the JSON, by their keys."""
+    """The tables of a plan, named by their JSON keys; ``spec`` is the spec as a dict."""
 
     spec: dict[str, Any]
     mesh: Mesh
@@ -239,13 +237,13 @@ class Tables:
             require(inside and bool(parameter.stages), f"{parameter.name} is on stages {parameter.stages}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values, with ``version`` first."""
+        """Return JSON values, with ``version`` first."""
         return {"version": VERSION, **encode(self)}
 
     def hash(self) -> str:
-        """SHA-256 of the decisions: ranks that must run together have the same one.
+        """Return the SHA-256 of the decisions, which must be equal on all ranks of a run.
 
-        Left out: estimates, diagnostics, and remarks that name files, which may lie elsewhere on another machine.
+        It excludes estimates, diagnostics, and texts with file names, which may differ between machines.
         """
         values = self.to_dict()
         for name in ("cost", "memory", "diagnostics", "summary"):
