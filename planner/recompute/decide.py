@@ -1,21 +1,21 @@
-"""Decide for each recomputed block which saved tensors are freed, and from which values they are recomputed.
+"""Decides for each recomputed block which saved tensors are freed, and from which values they are recomputed.
 
-    full         all tensors that autograd saves for this block alone; the rerun begins at its inputs
-    selective    tensors that are cheap for their bytes; the rerun begins at those that are kept
+    full         frees all tensors that autograd saves for this block alone; recomputation begins at the block's inputs
+    selective    frees tensors that are cheap to recompute per byte; recomputation begins at kept tensors
 
-Values that others read (the block's outputs), and the numbers of rows that experts get, are never freed. A piece is a
-block, or each of its captured parts: a CUDA graph holds its own rerun.
+Values that other ops read (the block's outputs), and the counts of rows per expert, are never freed. A piece is a
+block, or each of its captured parts: a CUDA graph contains its own recomputation.
 
-What a selective piece keeps are the fewest bytes from which all freed memory is cheap to recompute, a minimum cut:
+A selective piece keeps the fewest bytes from which all freed memory is cheap to recompute, a minimum cut:
 
-    begin → m       m is made by a product with weights, an exchange, or an op too dear for its bytes
-    m in → m out    the bytes of m: to cut here is to keep m
-    r out → m in    a cheap call makes m of r
-    m out → end     autograd keeps m for the backward
+    source → m      m is computed by a product with weights, an exchange, or an op too expensive for its bytes
+    m in → m out    capacity: the bytes of m; cutting this edge keeps m
+    r out → m in    a cheap call computes m from r
+    m out → sink    autograd saves m for the backward
 
-(Jain et al. 2020, "Checkmate", asks the same of memory under a budget; here the price is set by a ratio instead.)
+(Jain et al. 2020, "Checkmate", minimise recomputation under a memory budget; here a cost per byte decides instead.)
 
-A spec gives one kind for all blocks, or globs over their dotted names, of which the last one decides.
+A spec gives one kind for all blocks, or globs over their dotted names; the last match decides.
 """
 
 import difflib
@@ -35,7 +35,7 @@ from planner.trace.trace import LetGo, StageTrace, TraceCall
 
 
 def decide_recompute(asked: str | Mapping[str, str], lowered: Lowered) -> tuple[Piece, ...]:
-    """The pieces of all stages that free some tensor. Raises PlanError for a glob that names no block."""
+    """Return the pieces of all stages that free some tensor. Raises PlanError for a glob that matches no block."""
     decisions, regions = lowered.decisions, lowered.regions
     kinds = kinds_of_blocks(asked, decisions.blocks)
     pieces = pieces_of(kinds, decisions, regions)
@@ -49,7 +49,7 @@ def decide_recompute(asked: str | Mapping[str, str], lowered: Lowered) -> tuple[
 
 def _decide(piece: Piece, memories: Memories) -> None:
     once = {m for call in memories.calls if memories.runs_once(call) for m in memories.written(call)}
-    gathers = piece.kind == FULL  # which frees what products gather, too
+    gathers = piece.kind == FULL  # full recomputation also frees the gathered inputs of products
     hiding = [call for call in memories.calls if call.hidden]
     worth = [
         call
@@ -75,7 +75,7 @@ def _decide(piece: Piece, memories: Memories) -> None:
 def _rows(
     memories: Memories, call: TraceCall, needed: Sequence[int], insides: Sequence[TraceCall]
 ) -> Iterator[AgainCall]:
-    """Of each op of a call: the last gives its result. Of a call that changes a type, the change too."""
+    """Yield one row for the conversion of a call, if any, and one for each of its ops; the last op has the bytes."""
     restored = sum(memories.bytes(m) for m in memories.made(call) if m in set(needed))
     restored += sum(call.hidden) if any(call is other for other in insides) else 0
     moved = memories.moved(call)
@@ -87,7 +87,7 @@ def _rows(
 
 
 def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[Region]) -> list[Piece]:
-    """The pieces of the blocks that ``kinds`` names, with their nodes."""
+    """Return the pieces, with their nodes, of the blocks that ``kinds`` maps to a kind of recomputation."""
     region_of = {name: region.index for region in regions if not region.refused for name in sorted(region.nodes)}
     pieces: list[Piece] = []
     for block in decisions.blocks.instances:
@@ -106,20 +106,20 @@ def pieces_of(kinds: Mapping[int, str], decisions: Decisions, regions: Sequence[
 # cost 32, and an op that reads one value and writes one 16 (the bytes that it moves, at
 # passes.rules.flops.FLOPS_PER_BYTE).
 MOST_PER_BYTE = 128.0
-# Likewise for the internal tensors of an op: scores of attention cost 20, the mask of a dropout, drawn one by one, 64.
+# Likewise for the internal tensors of an op: attention scores cost 20, the mask of a dropout 64.
 MOST_PER_BYTE_INSIDE = 32.0
 _SOURCE, _SINK = -1, -2
 
 
 def kept_memories(memories: Memories, insides: list[TraceCall]) -> set[int]:
-    """Memories made in the piece that are kept. ``insides``: calls that run again in any case."""
+    """Return the memory of the piece that is kept. ``insides``: calls that are rerun in any case."""
     insides = [call for call in insides if not memories.is_of_shape_alone(call)]
     runs_anyway = {id(call) for call in insides}
     begins, ends = {*memories.given, *memories.seen}, {*memories.saved, *(m for call in insides for m in call.reads)}
     feeds = list[tuple[int, int]]()
     for call in memories.calls:
         if id(call) not in runs_anyway and is_dear(memories, call):
-            begins |= memories.written(call)  # a sum over ranks too, in the memory of its addend
+            begins |= memories.written(call)  # includes an all-reduce in place
         else:
             feeds += [(read, m) for m in memories.made(call) if m not in memories.seen for read in call.reads]
     sizes = {memory: memories.costs_to_keep(memory) for memory in (*memories.given, *memories.maker)}
@@ -129,8 +129,8 @@ def kept_memories(memories: Memories, insides: list[TraceCall]) -> set[int]:
 def least_cut(
     sizes: Mapping[int, int], begins: Iterable[int], feeds: Iterable[tuple[int, int]], ends: Iterable[int]
 ) -> set[int]:
-    """The memory of least ``sizes`` on all ways from ``begins`` to ``ends``, along ``feeds`` (read, made of it)."""
-    import networkx as nx  # here, not above: only this needs it
+    """Return the smallest memory, by ``sizes``, on all paths from ``begins`` to ``ends``. ``feeds``: (read, made)."""
+    import networkx as nx  # imported here because only this function needs it
 
     graph = nx.DiGraph()
     for memory, size in sizes.items():
@@ -145,29 +145,29 @@ def least_cut(
 
 
 def is_dear(memories: Memories, call: TraceCall) -> bool:
-    """Whether a call is not worth its bytes."""
+    """Whether a call is too expensive to rerun for the bytes of its results."""
     size = sum(map(memories.bytes, memories.made(call)))
     return _stays(memories, call) or memories.flops(call) > MOST_PER_BYTE * size
 
 
 def _stays(memories: Memories, call: TraceCall) -> bool:
-    """Whether a call is not run again, whatever its bytes: a product with weights, one that exchanges, or cannot."""
+    """Whether a call is never rerun: a product with weights, a collective, or one that cannot run twice."""
     is_product = bool(memories.flops(call)) and not memories.scene.weights.isdisjoint(call.reads)
     return memories.runs_once(call) or memories.exchanges(call) or is_product
 
 
 def with_reruns(trace: StageTrace, pieces: Iterable[Piece]) -> StageTrace:
-    """The trace with the memory that recomputed blocks free.
+    """Return the trace with the memory that recomputed blocks free.
 
     forward     freed values live until the end of the block
-    between     only the inputs of the rerun are held, and the tensors that autograd still saves
-    backward    before the first call that reads one, its block is recomputed; each value is freed after its last reader
+    between     only the inputs of the rerun and the tensors that autograd still saves are alive
+    backward    a block is recomputed before the first call that reads one of its values; each is freed after its last
     """
     return replace(trace, let_go=tuple(_let_go(trace, piece) for piece in pieces if piece.stage == trace.index))
 
 
 def reruns(trace: StageTrace, pieces: Iterable[Piece]) -> tuple[int, ...]:
-    """Numbers of the calls of a stage that run again; ``pieces``: of all stages."""
+    """Return the indices of the calls of a stage that are rerun; ``pieces``: of all stages."""
     again = {(call.name, call.changed) for piece in pieces if piece.stage == trace.index for call in piece.again}
     return tuple(at for at, call in enumerate(trace.calls) if (call.name, call.changed) in again)
 
@@ -183,27 +183,27 @@ def _let_go(trace: StageTrace, piece: Piece) -> LetGo:
 
 
 def _freed(trace: StageTrace, piece: Piece, again: Iterable[int]) -> frozenset[int]:
-    """What the block frees of the memory that its calls keep, its compiled pieces too."""
+    """Return the memory that the block frees, of all that its calls and compiled pieces save."""
     kept = {memory for call in trace.calls for memory in call.keeps}
     made = {memory for at in again for memory in trace.calls[at].makes}
     return piece.let_go & kept | (trace.saved_again & made) - piece.sources
 
 
 def kinds_of_blocks(asked: str | Mapping[str, str], blocks: Blocks) -> dict[int, str]:
-    """Index of each recomputed block → its kind. Raises PlanError for a glob that names no block."""
+    """Return block index → kind, for recomputed blocks. Raises PlanError for a glob that matches no block."""
     paths = [block.path for block in blocks.instances]
     globs = {"*": asked} if isinstance(asked, str) else asked
     if globs and set(globs.values()) != {NONE} and not paths:
         raise PlanError(
             "recompute: the model has no repeated blocks", where="recompute", fix="set recompute: none, or remove it"
         )
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
     for pattern, kind in globs.items():
         hits = [block.index for block in blocks.instances if fnmatchcase(block.path, pattern)]
         if not hits and not isinstance(asked, str):
             raise _matches_nothing(pattern, paths)
-        found |= dict.fromkeys(hits, kind)
-    return {index: kind for index, kind in found.items() if kind != NONE}
+        kinds |= dict.fromkeys(hits, kind)
+    return {index: kind for index, kind in kinds.items() if kind != NONE}
 
 
 def _matches_nothing(pattern: str, paths: list[str]) -> PlanError:
@@ -217,10 +217,10 @@ def _matches_nothing(pattern: str, paths: list[str]) -> PlanError:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRow:
-    """``ops`` of one line run again in the backward of ``block``, on each rank of ``stage``, once a microbatch.
+    """``ops`` of one source line that each rank of ``stage`` reruns in the backward of ``block``, once per microbatch.
 
-    ``bytes``: of the freed memory that they restore (0: intermediate values). ``flops``: of products; ``moved``:
-    bytes that they read and write. ``where``: the user's module and line.
+    ``bytes``: freed memory that they restore (0: intermediate values); ``flops``: of products; ``moved``: bytes that
+    they read and write; ``where``: the user's module and line.
     """
 
     block: str
@@ -238,7 +238,7 @@ class RecomputeRow:
 
 
 def rows_of(pieces: Sequence[Piece], decisions: Decisions, places: Places) -> tuple[RecomputeRow, ...]:
-    """A row for each line of each piece with a recomputed op, in the order of its first op."""
+    """Return a row for each source line of each piece with a recomputed op, in the order of its first op."""
     return tuple(row for piece in pieces for row in _rows_of_piece(piece, decisions, places))
 
 
@@ -251,10 +251,10 @@ def _rows_of_piece(piece: Piece, decisions: Decisions, places: Places) -> Iterat
         nodes = [decisions.program.node(call.name) for call in calls]
         named = zip(calls, nodes, strict=True)
         ops = ", ".join(op_name(node) if call.changed is None else call.changed.how.name for call, node in named)
-        given, flops, moved = (sum(getattr(call, key) for call in calls) for key in ("bytes", "flops", "moved"))
-        yield RecomputeRow(piece.block, piece.stage, piece.kind, place, ops, given, flops, moved)
+        sums = (sum(getattr(call, key) for call in calls) for key in ("bytes", "flops", "moved"))
+        yield RecomputeRow(piece.block, piece.stage, piece.kind, place, ops, *sums)
 
 
 def op_name(node: fx.Node) -> str:
-    """Its op without a namespace and an overload."""
+    """Return the name of a node's op without namespace and overload."""
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]

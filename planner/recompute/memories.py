@@ -1,4 +1,4 @@
-"""A piece as calls over memories: those that may be freed, those that must be kept, and the cost of each rerun call."""
+"""A piece as calls on memory: the memory that may be freed or must be kept, and the cost of each rerun call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from planner.trace.trace import StageTrace, TraceCall
 
 @dataclass(frozen=True)
 class Scene:
-    """One stage: its calls, and the home of each."""
+    """The calls of one stage, with the piece (``home``) of each."""
 
     decisions: Decisions
     trace: StageTrace
@@ -31,7 +31,7 @@ class Scene:
 
     @cached_property
     def elsewhere(self) -> Mapping[int, set[int | None]]:
-        """Memory → the pieces (None: no piece) with calls that read or save it."""
+        """Memory → the pieces (None: outside of all pieces) with calls that read or save it."""
         return self._pieces_by(lambda call: (*call.reads, *call.keeps))
 
     @cached_property
@@ -40,16 +40,16 @@ class Scene:
         return self._pieces_by(lambda call: call.keeps)
 
     def _pieces_by(self, memories_of: Callable[[TraceCall], tuple[int, ...]]) -> dict[int, set[int | None]]:
-        found: dict[int, set[int | None]] = {}
+        pieces: dict[int, set[int | None]] = {}
         for call, home in zip(self.trace.calls, self.home, strict=True):
             for memory in memories_of(call):
-                found.setdefault(memory, set()).add(None if home is None else home.index)
-        return found
+                pieces.setdefault(memory, set()).add(None if home is None else home.index)
+        return pieces
 
     @cached_property
     def weights(self) -> set[int]:
-        names, found = self.decisions.program.parameters, self.trace.memory_of
-        return {found[name] for name in names if name in found}
+        memory_of = self.trace.memory_of
+        return {memory_of[name] for name in self.decisions.program.parameters if name in memory_of}
 
     @cached_property
     def received(self) -> set[int]:
@@ -57,7 +57,7 @@ class Scene:
 
     @cached_property
     def leaving(self) -> set[int]:
-        """Memory that the stage sends, and that of its loss."""
+        """Memory of the values that the stage sends, and of its loss."""
         loss = self.decisions.program.loss
         own = {self.trace.memory_of[loss]} if loss in self.trace.memory_of else set[int]()
         return own | set(self.trace.sent.values())
@@ -67,29 +67,27 @@ class Scene:
 
     @cached_property
     def keys(self) -> Mapping[int, set[Key]]:
-        """Memory → the values of the captured graph, in their types, that lie in it."""
-        found: dict[int, set[Key]] = {}
+        """Memory → the values of the captured graph, each in its type, that are stored in it."""
+        keys: dict[int, set[Key]] = {}
         decisions, index = self.decisions, self.trace.index
         for name, memory in self.trace.memory_of.items():
             node = decisions.program.node(name)
             if node.op == "call_function":
-                found.setdefault(memory, set()).add(
-                    (name, type_at(decisions.placements, decisions.stages, node, index))
-                )
+                keys.setdefault(memory, set()).add((name, type_at(decisions.placements, decisions.stages, node, index)))
         for call in self.trace.calls:
             if call.changed is not None and not call.ops:
                 for memory in call.makes:
-                    found.setdefault(memory, set()).add((call.name, call.changed.after))
-        return found
+                    keys.setdefault(memory, set()).add((call.name, call.changed.after))
+        return keys
 
 
 @dataclass
 class Memories:
-    """One piece of a stage. ``maker``: memory → the call that made it, of those made here. ``writers``: all calls with
-    results in it, views and in-place sums too, and those that overwrite it.
+    """The memory of one piece. ``maker``: memory allocated in the piece → the call that allocates it; ``writers``: all
+    calls with results in it, including views, in-place sums and overwrites.
 
-    ``given``: memory from outside that its calls read. ``seen``: made here and read elsewhere, so there anyway.
-    ``saved``: made here, and only this piece's backward reads it, so it may be freed.
+    ``given``: memory from outside that its calls read. ``seen``: memory of the piece that other pieces read, so it is
+    alive anyway. ``saved``: memory of the piece that only its own backward reads, so it may be freed.
     """
 
     scene: Scene
@@ -119,19 +117,19 @@ class Memories:
                 self.saved.add(memory)
 
     def written(self, call: TraceCall) -> set[int]:
-        """Memory of the piece that ``call`` leaves values in."""
+        """Return the memory of the piece that ``call`` writes."""
         return {memory for memory in (*call.makes, *call.overwrites) if memory in self.maker}
 
     @cached_property
     def lost(self) -> set[int]:
-        """Memory that is overwritten and that no rerun makes: its earlier values cannot be read again."""
-        found = set[int]()
+        """Memory that is overwritten and that no rerun restores: no rerun can read its earlier values."""
+        lost = set[int]()
         for call in self.calls:
-            found |= {memory for memory in call.overwrites if not self._comes_again(memory, call, found)}
-        return found
+            lost |= {memory for memory in call.overwrites if not self._comes_again(memory, call, lost)}
+        return lost
 
     def _comes_again(self, memory: int, by: TraceCall, lost: set[int]) -> bool:
-        """Whether a rerun can make ``memory`` and overwrite it by the same call; selective keeps it instead."""
+        """Whether a rerun can allocate ``memory`` and repeat its overwrite; selective pieces keep it instead."""
         if self.piece.kind != FULL or memory not in self.maker or memory in self.seen:
             return False
         return not any(self._is_no_op(call) or not lost.isdisjoint(call.reads) for call in (self.maker[memory], by))
@@ -143,7 +141,7 @@ class Memories:
         return self.scene.trace.bytes_of[memory]
 
     def costs_to_keep(self, memory: int) -> int:
-        """Bytes that are held for it alone; 0 for memory that lives anyway."""
+        """Return the bytes that keeping ``memory`` costs; 0 for memory that is alive anyway."""
         trace, scene = self.scene.trace, self.scene
         if memory in trace.outside or memory in self.seen or memory in scene.received:
             return 0
@@ -154,8 +152,7 @@ class Memories:
     # ---- calls
 
     def runs_once(self, call: TraceCall) -> bool:
-        """Whether a call is never recomputed: those that are no op of PyTorch, but for a few of experts, and readers of
-        lost values."""
+        """Whether a call cannot be rerun: it is no PyTorch op (a few ops of experts can be), or reads lost values."""
         return self._is_no_op(call) or not self.lost.isdisjoint(call.reads)
 
     def _is_no_op(self, call: TraceCall) -> bool:
@@ -166,7 +163,7 @@ class Memories:
         return call.changed is None and not own and not str(getattr(node.target, "__module__", "")).endswith("operator")
 
     def is_of_shape_alone(self, call: TraceCall) -> bool:
-        """Whether the insides of a call do not depend on the values that it reads: a dropout's mask."""
+        """Whether the internal tensors of a call depend on shapes alone, like the mask of a dropout."""
         return call.changed is None and self.scene.node(call).target is torch.ops.aten.dropout.default
 
     def exchanges(self, call: TraceCall) -> bool:
@@ -176,39 +173,39 @@ class Memories:
         return sum(map(self.flops_of, call.ops))
 
     def flops_of(self, name: str) -> int:
-        """Of one op on one rank: a product with a part of something is a part of the product."""
+        """Return the FLOPs of one op on one rank; tp divides them if an operand or the result is sharded."""
         decisions = self.scene.decisions
         option, size = decisions.placements.options[name], decisions.mesh.tp
         is_cut = any(t.is_sharded for t in (option.out, *option.args))
         return node_flops(decisions.program.node(name)) // (size if is_cut else 1)
 
     def moved(self, call: TraceCall) -> int:
-        """Bytes that a call reads and writes; of views none."""
+        """Return the bytes that a call reads and writes; 0 for views."""
         made = self.made(call)
         return sum(map(self.bytes, (*dict.fromkeys(call.reads), *made))) if made else 0
 
     def cost(self, call: TraceCall) -> float:
-        """In operations: a product costs its own, any other op the bytes that it moves."""
+        """Return the cost in FLOPs: of a product its own, of any other op the equivalent of the bytes that it moves."""
         return self.flops(call) or self.moved(call) * FLOPS_PER_BYTE
 
 
 def closure(memories: Memories, needed: Sequence[int], insides: Sequence[TraceCall], kept: set[int]) -> list[TraceCall]:
-    """The calls that recompute ``needed`` and rerun ``insides``, from given and kept memory, in their order."""
+    """Return the calls that recompute ``needed`` and rerun ``insides``, from given and kept memory, in order."""
     blank = [call for call in insides if memories.is_of_shape_alone(call)]
-    found: dict[int, TraceCall] = {}
+    reached: dict[int, TraceCall] = {}
     open_calls = [c for m in needed for c in memories.writers[m]] + [call for call in insides if call not in blank]
     while open_calls:
         call = open_calls.pop()
-        if id(call) in found:
+        if id(call) in reached:
             continue
-        found[id(call)] = call
+        reached[id(call)] = call
         open_calls += [c for m in call.reads if m in memories.maker and m not in kept for c in memories.writers[m]]
-    found |= {id(call): call for call in blank}
-    return [call for call in memories.calls if id(call) in found]
+    reached |= {id(call): call for call in blank}
+    return [call for call in memories.calls if id(call) in reached]
 
 
 def sources_of(memories: Memories, needed: Sequence[int], again: Sequence[TraceCall]) -> set[int]:
-    """The memory that calls of a rerun read and none of them makes, without weights and batches."""
+    """Return the memory that a rerun reads and does not allocate, without weights and batches."""
     made = {m for call in again for m in memories.made(call)}
     wanted = set(needed) | {m for call in again for m in call.reads}
     blank = [c for c in again if memories.is_of_shape_alone(c) and wanted.isdisjoint(memories.made(c))]

@@ -1,12 +1,12 @@
-"""The parts of a block with a layer of experts: the ops before any expert computes, and the rest.
+"""The capturable parts of a block with an expert layer: the ops before the experts, or the whole layer.
 
     moe_router       norm → scores → choices and weights; and ops beside the experts, such as a shared expert
-    moe_preprocess   the order that sorts rows by expert, how many each gets, the rows
+    moe_preprocess   the permutation that sorts rows by expert, the rows per expert, the sorted rows
     moe              everything except attention
-    in no part       rows to their experts' ranks, the experts, rows back in order, weighted, summed
+    in no part       dispatch, the experts, combine: rows back in order, weighted, summed
 
-The parts end at the dispatch of rows, or at the first weights of experts: only after it does the host know the counts
-of rows. A value that the rest reads is computed before the dispatch if possible.
+The first two end at the dispatch of rows, or at the first use of expert weights: the host knows the counts of rows only
+afterwards. A value that later ops read is computed before the dispatch if possible.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,10 +30,10 @@ def layers_of(block: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[E
 def expert_parts_of(
     rest: Sequence[fx.Node], layers: Sequence[ExpertLayer], on_batch: Collection[fx.Node]
 ) -> list[tuple[str, list[fx.Node]]]:
-    """(part, nodes) of a block without its attention, except ``moe``, in the order in which they run.
+    """Return (part, nodes) of router and preprocessing, in the order in which they run.
 
-    A part contains all its inputs within ``rest`` that are not in the part before it. ``on_batch``: nodes that read a
-    batch tensor.
+    ``rest``: the block without attention. A part contains all its inputs within ``rest``, except those of the part
+    before it. ``on_batch``: nodes that depend on a batch tensor.
     """
     inside = set(rest)
     behind = set(walk(_by_expert(rest, layers), readers, into=lambda n: n in inside))
@@ -45,22 +45,22 @@ def expert_parts_of(
     planning |= _for_alone(planning, before, on_batch)
     router = {node for node in before if node not in planning}
     router -= _too_late(router) - deciding
-    found = [
+    parts = [
         (ROUTER, [node for node in before if node in router]),
         (PREPROCESS, [node for node in before if node in planning]),
     ]
-    return [(part, nodes) for part, nodes in found if nodes]
+    return [(part, nodes) for part, nodes in parts if nodes]
 
 
 def _choices(before: Sequence[fx.Node], layer: ExpertLayer) -> list[fx.Node]:
-    """The choices, and a weight for each. Weights that were made for all experts follow from the choices."""
+    """Return the chosen experts, with the routing weights if there is one per choice, not one per expert."""
     chosen, probs = ([node for node in before if node.name in names] for names in (layer.chosen, layer.probs))
     sizes = [sum(node.meta["val"].numel() for node in nodes) for nodes in (chosen, probs)]
     return chosen + probs if sizes[0] == sizes[1] else chosen
 
 
 def _by_expert(rest: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[fx.Node]:
-    """Calls in the domain of experts, or that read their weights."""
+    """Return the calls on rows sorted by expert, and those that read expert weights."""
     names = {name for layer in layers for weight in layer.weights for name in weight.nodes}
     names |= {name for layer in layers for name in layer.products}
     read = {node: {node.name, *(n.name for n in node.all_input_nodes)} for node in rest}
@@ -68,8 +68,8 @@ def _by_expert(rest: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[f
 
 
 def _too_late(part: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that would change the order of addends of a gradient: readers of a value that others read before them, such
-    as a shared expert after a loop over experts. Their dependents too.
+    """Return the nodes of ``part``, with their dependents, whose capture would change the order in which a gradient is
+    summed: they read a value after ops outside of ``part``, as a shared expert after a loop over experts.
     """
     late = set[fx.Node]()
     for value in dict.fromkeys(v for node in part for v in node.all_input_nodes if v.meta.get("grad")):
@@ -82,16 +82,15 @@ def _too_late(part: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _for_alone(part: Collection[fx.Node], nodes: Sequence[fx.Node], on_batch: Collection[fx.Node]) -> set[fx.Node]:
-    """Views of weights, and numbers, that ``part`` alone reads."""
-    found = set[fx.Node]()
+    """Return the nodes that do not depend on the batch and that ``part`` alone reads, such as views of weights."""
+    private = set[fx.Node]()
     for node in reversed(nodes):
-        if node not in on_batch and node.users and all(user in part or user in found for user in node.users):
-            found.add(node)
-    return found
+        if node not in on_batch and node.users and all(user in part or user in private for user in node.users):
+            private.add(node)
+    return private
 
 
 def of_uncertain_size(nodes: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> fx.Node | None:
-    """The first product among ``nodes`` in which each expert gets as many rows as chose it; None if each has slots,
-    or all rows."""
+    """Return the first product among ``nodes`` with a data-dependent number of rows per expert, or None."""
     products = {name for layer in layers if layer.dispatch is Dispatch.OFFSETS for name in layer.products}
     return next((node for node in nodes if node.name in products), None)

@@ -1,23 +1,20 @@
 """The regions that CUDA graphs capture: parts of blocks by scope, and every value that crosses their borders.
 
-A value crosses in the type that it has there. A change of type runs in the region of its readers if they are all in
-one, else in the region that makes the value: so a gather before a region belongs to it, and the smaller part crosses.
-Partial sums are summed in the region that makes them.
+A conversion (change of type) runs in the region of its readers if they are all in one, else in the region that computes
+the value. So a gather before a region belongs to the region, and the smaller shard crosses the border. Partial sums are
+reduced in the region that computes them.
 
-The parts of one block: its attention, and the rest. Found by the ops that compute scores, never by a module's name.
+The parts of one block are its attention and the rest, found by the ops that compute scores, never by names:
 
-    attn    the scores times the values, their inputs, and the ops up to the residual add:
+    attn    probabilities @ v, all its inputs, and the ops up to the residual add:
             norm → q, k, v → scores → @ v → output projection | + x
     mlp     the rest of the block
 
 A block with two attentions (a decoder that also reads an encoder) has a part for each. A part contains all its inputs
-within the block that are not in the parts before it, so none of its inputs depends on its outputs: it can run as one
-call.
+within the block, except those in earlier parts. So none of its inputs depends on its outputs, and it runs as one call.
 
-Calls that no CUDA graph captures: they wait for the device, have no fixed shape, or run Python of their own.
-
-For experts: the host waits for the exchange of counts, and all ops up to the combine have a number of rows that depends
-on it.
+No CUDA graph captures calls that wait for the device, have a data-dependent shape, or run custom Python. For experts,
+the host waits for the exchange of counts, which gives the number of rows of all ops up to the combine.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ LAYER = "layer"
 
 @dataclass(frozen=True, slots=True)
 class GraphRegion:
-    """A row: a part of a block, whether a CUDA graph captures it or why not; inputs and outputs are names.
+    """The row of a region: whether a CUDA graph captures it, or the ``reason`` why not; names of inputs and outputs.
 
     ``bytes``: static memory of one slot on one rank.
     """
@@ -68,10 +65,10 @@ class GraphRegion:
 
 
 def decide_regions(asked: CudaGraphsSpec, decisions: Decisions, shards: Shards) -> tuple[Region, ...]:
-    """Every region of every stage, in the order of the blocks; none without graphs, or with one graph of a full
-    iteration.
+    """Return the regions of all stages, in the order of the blocks; none without graphs, or if one graph captures a
+    full iteration.
 
-    Raises PlanError for a scope that is absent from the model, and if no graph captures any part of it.
+    Raises PlanError for a scope that the model does not have, and if no region can be captured.
     """
     if asked.impl == "none":
         return ()
@@ -104,12 +101,12 @@ def rows_of(regions: Sequence[Region]) -> tuple[GraphRegion, ...]:
     )
 
 
-# ---- which
+# ---- choice of regions
 
 
 def _check_scope(scope: Collection[str], regions: Sequence[Region], decisions: Decisions) -> None:
-    found = {region.scope for region in regions}
-    missing = [part for part in scope or [LAYER] if part not in found]
+    present = {region.scope for region in regions}
+    missing = [part for part in scope or [LAYER] if part not in present]
     if not missing:
         return
     doubts = decisions.experts.doubts if EXPERT_PARTS & set(missing) else ()
@@ -127,16 +124,16 @@ def _nothing_captured(what: str, refused: Refusal) -> PlanError:
 
 
 def _regions(scope: Collection[str], decisions: Decisions) -> tuple[list[Region], list[Refusal]]:
-    """Every region, and the obstacles of those that no graph captures."""
+    """Return all regions, and the refusals of those that no graph captures."""
     program, stages = decisions.program, decisions.stages
     on_batch = set(walk(map(program.node, program.inputs), readers))
     regions, refusals = list[Region](), list[Refusal]()
     for block in decisions.blocks.instances:
         for part, nodes in _parts(block, scope, decisions, on_batch):
             stage = stages.stage_of[nodes[0].name]
-            found = _refusal_of_experts(part, nodes, decisions) or refusal(nodes, stage, decisions)
-            refusals += [found] if found else []
-            reason = f"{where_of(found[0])}: {found[1]}" if found else ""
+            refused = _refusal_of_experts(part, nodes, decisions) or refusal(nodes, stage, decisions)
+            refusals += [refused] if refused else []
+            reason = f"{where_of(refused[0])}: {refused[1]}" if refused else ""
             names = frozenset(node.name for node in nodes)
             regions.append(Region(len(regions), stage, block.path, part, names, reason))
     return regions, refusals
@@ -148,17 +145,17 @@ def _parts(
     calls = _with_items(decisions.calls_of(block))
     if not scope:
         return [(LAYER, calls)] if calls else []
-    found, layers = parts_of(calls, on_batch), layers_of(calls, decisions.experts.layers)
+    parts, layers = parts_of(calls, on_batch), layers_of(calls, decisions.experts.layers)
     if layers and EXPERT_PARTS & set(scope):
-        rest = next((nodes for part, nodes in found if part == REST), [])
-        found = [(part, nodes) for part, nodes in found if part != REST]
-        found += [(WHOLE, rest)] if WHOLE in scope else expert_parts_of(rest, layers, on_batch)
-    found = [(part, _with_items(nodes)) for part, nodes in found if part in scope]
-    return [(part, nodes) for part, nodes in found if nodes]
+        rest = next((nodes for part, nodes in parts if part == REST), [])
+        parts = [(part, nodes) for part, nodes in parts if part != REST]
+        parts += [(WHOLE, rest)] if WHOLE in scope else expert_parts_of(rest, layers, on_batch)
+    parts = [(part, _with_items(nodes)) for part, nodes in parts if part in scope]
+    return [(part, nodes) for part, nodes in parts if nodes]
 
 
 def _with_items(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The items of a list are taken where the list is made: tensors cross borders, lists do not."""
+    """Return the nodes with each getitem moved to the part of its list: tensors cross borders, lists do not."""
     inside = set(nodes)
     inside -= {node for node in nodes if node.target is getitem and node.all_input_nodes[0] not in inside}
     return sorted(inside | {user for node in inside for user in node.users if user.target is getitem})
@@ -186,7 +183,7 @@ def _find_borders(stage: int, regions: Sequence[Region], decisions: Decisions, s
         arrives = type_at(placements, stages, node, stage)
         home = homes.get((node.name, wanted)) if wanted != arrives else None
         if node.name in held and (wanted == arrives or home is read):
-            continue  # passed in without a copy; of a value that regions share, the result of a change outside crosses
+            continue  # weights are passed in without a copy, unless a conversion outside computes what crosses
         if made is not None and made is not read:
             leaves = wanted if home is made and wanted != arrives else arrives
             made.outputs.setdefault((node.name, leaves), value(node.name, leaves))
@@ -203,7 +200,7 @@ def _is_read_again(
     decisions: Decisions,
     homes: Mapping[tuple[str, Placement], Region | None],
 ) -> bool:
-    """Whether an input gets several addends of its gradient in the region, and more from ops that run after it."""
+    """Whether the gradient of an input has several addends from the region, and more from ops that run after it."""
     (name, kind), program, stages = key, decisions.program, decisions.stages
     node = program.node(name)
     if not node.meta.get("grad"):
@@ -221,11 +218,8 @@ def _is_read_again(
 
 
 def _some_after(outer: Collection[fx.Node], region: Region, program: Program) -> bool:
-    """Whether some of ``outer`` run after the region: it runs as soon as its inputs are ready.
-
-    One walk, no further up than the region's first node.
-    """
-    nodes = sorted(map(program.node, region.nodes))  # nodes of one graph are in its order
+    """Whether some nodes of ``outer`` run after the region, which runs as soon as its inputs are ready."""
+    nodes = sorted(map(program.node, region.nodes))  # nodes compare by their order in the graph
     first = nodes[0]
     needed = set(walk(nodes, operands, into=lambda node: node >= first))
     return any(node > first and node not in needed for node in outer)
@@ -235,7 +229,7 @@ ATTENTION, REST = "attn", "mlp"
 
 
 def parts_of(block: Sequence[fx.Node], on_batch: Collection[fx.Node]) -> list[tuple[str, list[fx.Node]]]:
-    """(part, nodes) in the order in which they run; ``on_batch``: the nodes that read a batch tensor."""
+    """Return (part, nodes) in the order in which they run; ``on_batch``: the nodes that depend on a batch tensor."""
     inside, taken = set(block), set[fx.Node]()
     parts: list[tuple[str, list[fx.Node]]] = []
     for mixed in (node for node in block if mixes_values(node)):
@@ -250,7 +244,7 @@ def parts_of(block: Sequence[fx.Node], on_batch: Collection[fx.Node]) -> list[tu
 
 
 def _until_the_residual(mixed: fx.Node, inside: Collection[fx.Node], on_batch: Collection[fx.Node]) -> list[fx.Node]:
-    """The scores times values and their dependents, up to a sum with another value of the batch."""
+    """Return ``mixed`` and its dependents, up to the residual: the sum with another value of the batch."""
     made = set(walk([mixed], readers, into=lambda n: n in inside))
 
     def goes_on(node: fx.Node) -> bool:
@@ -260,14 +254,14 @@ def _until_the_residual(mixed: fx.Node, inside: Collection[fx.Node], on_batch: C
     return list(walk([mixed], readers, into=goes_on))
 
 
-Refusal = tuple[fx.Node, str]  # the first call that is in the way, and why
+Refusal = tuple[fx.Node, str]  # the first call that prevents a capture, and the reason
 _ROUTED = {exchange.meet, *exchange.MOVING, *exchange.OF_TOKENS}
 
 
 def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refusal | None:
-    """Why no graph captures a part of a block; None if one does."""
-    for found in uncapturable(nodes):
-        return found
+    """Return why no graph can capture a part of a block; None if one can."""
+    for obstacle in uncapturable(nodes):
+        return obstacle
     for node in nodes:
         if decisions.stages.stage_of[node.name] != stage:
             return node, f"{node.target} runs on a later stage than the start of the block"
@@ -278,7 +272,7 @@ def refusal(nodes: Sequence[fx.Node], stage: int, decisions: Decisions) -> Refus
 
 
 def uncapturable(nodes: Iterable[fx.Node]) -> Iterator[Refusal]:
-    """The calls that no graph captures, wherever they stand."""
+    """Yield the calls that no graph can capture in any region, with the reason."""
     for node in nodes:
         if isinstance(node.target, OwnBackward):
             yield node, f"{node.target} is a custom autograd.Function, which may run any Python code"
@@ -296,7 +290,7 @@ def _is_routed(node: fx.Node) -> bool:
 
 
 def _comes_back(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """A node of the region that reads a value made outside from the region's values."""
+    """Return a node of the region that reads a value computed outside from the region's values, or None."""
     inside, outside = set(nodes), set[fx.Node]()
     node, last = nodes[0], nodes[-1]
     while node is not last.next:

@@ -1,12 +1,12 @@
-"""The slots of a rank's graphs, and the static memory that they hold: the captures, replays and bytes of each chunk.
+"""The slots of a rank's CUDA graphs: the captures, replays and static bytes of each chunk.
 
-    graphs    = Σ over regions of the chunk   (forward, and backward where one follows) · slots
-    replays   = Σ over regions of the chunk   (forward, and backward where one follows) · microbatches
+    graphs    = Σ over regions of the chunk   (forward, and backward if it has one) · slots
+    replays   = Σ over regions of the chunk   (forward, and backward if it has one) · microbatches
     bytes     = Σ over regions of the chunk   (inputs + outputs + gradients of one slot) · slots
 
-A chunk has as many slots as it has microbatches in flight. make_graphed_callables of Transformer Engine captures for
-each microbatch, and regions of one signature take their inputs in turn from one queue. A full iteration is one graph,
-replayed once: static are the batch and its denominators, and the buffers of messages between stages.
+A chunk has as many slots as microbatches in flight. make_graphed_callables of Transformer Engine captures graphs for
+each microbatch, and regions with one signature share a queue of static inputs. A full iteration is one graph, replayed
+once per step; its static memory is the batch, the denominators, and the buffers of messages between stages.
 """
 
 from collections import Counter
@@ -25,10 +25,10 @@ from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
 
 @dataclass(frozen=True, slots=True)
 class GraphSlots:
-    """A row: the graphs of one chunk of a pp rank, or of the full rank if ``chunk`` is None.
+    """The row of the graphs of one chunk of a pp rank, or of the whole rank if ``chunk`` is None.
 
-    ``num_regions`` are those that are captured; ``num_replays`` a step; bytes on one rank, of all slots together.
-    ``slots``: of each microbatch, in their order.
+    ``num_regions``: captured regions; ``num_replays``: per step; bytes: of all slots on one rank; ``slots``: the slot
+    of each microbatch.
     """
 
     pp_rank: int
@@ -51,7 +51,7 @@ class GraphSlots:
 def decide_slots(
     asked: CudaGraphsSpec, decisions: Decisions, schedule: SchedulePlan, regions: Sequence[Region]
 ) -> tuple[GraphSlots, ...]:
-    """A row for each chunk of each pp rank; none without graphs."""
+    """Return a row for each chunk of each pp rank; none without graphs."""
     if asked.impl == "none":
         return ()
     if FULL_ITERATION in asked.scope:
@@ -66,7 +66,7 @@ def decide_slots(
 
 
 def slots_of(order: Order) -> dict[tuple[int, int], int]:
-    """(chunk, microbatch) → the slot in which all regions of the chunk run it; slots of chunks are distinct."""
+    """Return (chunk, microbatch) → the slot in which all regions of the chunk run it; chunks share no slot."""
     slots = slots_by_kind(order, {action.chunk: [action.chunk] for action in order})
     return {(chunk, m): slot for (m, chunk, _), slot in slots.items()}
 
@@ -75,7 +75,7 @@ def slots_of(order: Order) -> dict[tuple[int, int], int]:
 
 
 def _by_slot(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
-    """Each region has a pair of graphs and static memory of its own for each slot of its chunk."""
+    """Return the rows if each region has its own graphs and static memory for each slot of its chunk."""
     slots = slots_of(order)
     rows = []
     for chunk, regions in enumerate(chunks):
@@ -88,7 +88,8 @@ def _by_slot(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> lis
 
 
 def _by_microbatch(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
-    """Graphs for each microbatch; static inputs shared by signature, listed at the chunk that takes them first."""
+    """Return the rows if each microbatch has its own graphs, and static inputs are shared by signature: their bytes
+    are in the row of the chunk that uses them first."""
     taken = slots_by_kind(order, [list(map(_signature, regions)) for regions in chunks])
     first: dict[int, Region] = {}
     for (_, chunk, index), buffer in taken.items():
@@ -105,7 +106,7 @@ def _by_microbatch(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) 
 
 
 def _sizes(regions: Iterable[Region]) -> tuple[int, int, int]:
-    """Bytes of one slot: inputs, outputs, gradients."""
+    """Return the bytes of one slot: inputs, outputs, gradients."""
     inputs = outputs = total = 0
     for region in regions:
         inputs += sum(value.bytes for value in region.inputs.values())
@@ -115,7 +116,7 @@ def _sizes(regions: Iterable[Region]) -> tuple[int, int, int]:
 
 
 def _signature(region: Region) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """The shapes and dtypes that two regions must share to use one buffer in turn; static inputs are contiguous."""
+    """Return the shapes and dtypes that regions must have in common to share one buffer of static inputs."""
     return tuple((value.shape, value.dtype) for value in region.inputs.values())
 
 
@@ -123,9 +124,8 @@ def _signature(region: Region) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 
 def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
-    """Bytes of all that one graph of a full iteration reads from outside on a pp rank, weights aside.
-
-    The batch tensors of every microbatch that a stage of the rank reads, and the denominators of its losses (float64).
+    """Return the bytes of the static inputs of a full-iteration graph on a pp rank, without weights: the batch tensors
+    of every microbatch that its stages read, and the denominators of its losses (float64).
     """
     program, read, own = decisions.program, decisions.stages.parameter_stages, decisions.mesh.stages_of(rank)
     here = [name for name, stages in read.items() if not set(own).isdisjoint(stages)]
@@ -136,7 +136,7 @@ def iteration_input_bytes(decisions: Decisions, schedule: SchedulePlan, rank: in
 
 
 def static_message_bytes(decisions: Decisions, schedule: SchedulePlan, rank: int) -> int:
-    """Bytes of the buffers in which a rank's messages lie in turn."""
+    """Return the bytes of the buffers that a rank's messages share."""
     num_stages = decisions.stages.num_stages
     boundaries = [boundary(decisions, cut) for cut in range(num_stages - 1)]
     slots = message_slots(schedule.orders, rank, num_stages, decisions.mesh.fold, one_way(boundaries))
