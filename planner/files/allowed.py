@@ -1,7 +1,7 @@
-"""The names that a plan on disk may hold: its records, enums, functions, ops and marks of nodes. No other is looked up.
+"""The names that a plan file may contain: classes, enums, functions, ops and marks of nodes. No other is looked up.
 
-Each value that is read must be of the type that its field says (``checked``, ``fits``). Tests hold the records against
-the fields of the classes that are written, and all of it against many plans.
+Each value that is read must have the declared type of its field (``checked``, ``fits``). Tests compare the lists with
+the classes that are written, and with many plans.
 """
 
 import types
@@ -52,9 +52,9 @@ FUNCTIONS = {
     "passes.program.ops.sequence": "causal_attention gather_sequence gathered_attention local_rows over_data "
     "sum_over_ranks",
 }
-# Ops without a rule that compute tensors of tensors alone; one with a rule is allowed by it.
+# Ops without a rule that only compute tensors from tensors. All ops with a rule are allowed.
 UNRULED = (
-    # made of sizes, drawn
+    # factories, random draws
     "arange empty_permuted empty_strided eye linspace new_empty_strided normal poisson randint randint_like randperm "
     "scalar_tensor tril_indices triu_indices alpha_dropout feature_alpha_dropout multinomial rrelu "
     # losses
@@ -67,7 +67,7 @@ UNRULED = (
     "linalg_matrix_norm linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve "
     "linalg_solve_ex linalg_solve_triangular linalg_svd linalg_vecdot logdet matrix_exp matrix_power outer "
     "pairwise_distance renorm tensordot trace vdot "
-    # places of elements
+    # indexing, shapes
     "as_strided as_strided_scatter block_diag broadcast_tensors broadcast_to bucketize channel_shuffle col2im "
     "diag_embed diagonal_scatter dsplit dstack fliplr flipud hsplit hstack im2col index_fill isin kthvalue "
     "lift_fresh masked_scatter meshgrid mode native_channel_shuffle pixel_shuffle pixel_unshuffle put "
@@ -78,7 +78,7 @@ UNRULED = (
     "fft_fftshift fft_ifft2 fft_ifftn fft_ifftshift fft_irfft2 fft_irfftn fft_rfft2 fft_rfftn istft stft "
     "affine_grid_generator fractional_max_pool2d native_group_norm prelu upsample_nearest3d upsample_trilinear3d"
 )
-# Marks of nodes: the types of their values.
+# Keys of node.meta, with the types of their values.
 MARKS: dict[str, Any] = {
     "val": Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | bool | int | float | None,
     "nn_module_stack": dict[str, tuple[str, Any]],
@@ -95,17 +95,17 @@ MARKS: dict[str, Any] = {
 _UNRULED = {getattr(aten, name) for name in UNRULED.split() if hasattr(aten, name)}
 
 
-def checked(cls: type[Record], given: Mapping[str, Any]) -> Record:
-    """The dataclass of these fields. Raises TypeError for a value of another type than the field's."""
+def checked(cls: type[Record], values: Mapping[str, Any]) -> Record:
+    """Return the dataclass ``cls`` with these fields. Raises TypeError if a value does not have its field's type."""
     kinds = _kinds(cls)
-    for name, value in given.items():
+    for name, value in values.items():
         if not fits(value, kinds[name]):
             raise TypeError(f"{cls.__name__}.{name} must not be a {type(value).__name__}")
-    return cls(**given)
+    return cls(**values)
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """``float`` takes an int; a parameter that is no type of a value here (a callable, say) takes all."""
+    """Whether ``value`` has the type ``kind``. ``float`` accepts an int; a kind that is no class accepts everything."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(fits(value, part) for part in parts)
@@ -140,17 +140,17 @@ FUNCTIONS["passes.moe.exchange"] += " meet"
 
 
 class NotAllowed(ValueError):
-    """A name that no plan holds."""
+    """Raised for a name or value that no plan may contain."""
 
 
-def _found(table: dict[str, str], module: str, name: str) -> Any:
-    """A dataclass, an enum or a function of that name. Raises NotAllowed."""
+def _named(table: dict[str, str], module: str, name: str) -> Any:
+    """Return the dataclass, enum or function of that name. Raises NotAllowed."""
     if name not in table.get(module, "").split():
         raise NotAllowed(f"{module}.{name} is no part of a plan")
     return getattr(import_module(module), name)
 
 
-record, enum, function = (partial(_found, table) for table in (RECORDS, ENUMS, FUNCTIONS))
+record, enum, function = (partial(_named, table) for table in (RECORDS, ENUMS, FUNCTIONS))
 
 
 def check_mark(name: str, value: Any) -> None:
@@ -160,17 +160,17 @@ def check_mark(name: str, value: Any) -> None:
 
 
 def op(name: str) -> OpOverload:
-    """The registered op ``house.packet.overload``. Raises NotAllowed."""
-    house, packet, overload = [*name.split("."), "", ""][:3]
-    found = getattr(getattr(getattr(torch.ops, house, None), packet, None), overload, None)
-    if not isinstance(found, OpOverload) or str(found) != name or not is_allowed(found):
+    """Return the registered op ``namespace.packet.overload``. Raises NotAllowed."""
+    namespace, packet, overload = [*name.split("."), "", ""][:3]
+    target = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
+    if not isinstance(target, OpOverload) or str(target) != name or not is_allowed(target):
         raise NotAllowed(f"{name} is no op that a plan may call")
-    return found
+    return target
 
 
 def is_allowed(target: OpOverload) -> bool:
-    """Whether an op writes to no argument, and has a rule, or is one of those that only compute tensors of tensors."""
-    from passes.partition.typings.table import has_rule  # not above: rules are read where there is an op to look up
+    """Whether an op writes to no argument, and has a rule or is listed in UNRULED."""
+    from passes.partition.typings.table import has_rule  # imported here: loading rules is slow, and few callers need it
     from passes.rules.table import builder_of
 
     if is_mutable(target):
@@ -179,7 +179,7 @@ def is_allowed(target: OpOverload) -> bool:
 
 
 def of_source(name: Any) -> str:
-    """A name that may stand in the source of a graph: an identifier that is no keyword. Raises NotAllowed."""
+    """Return ``name`` if torch.fx may write it into source: an identifier, not a keyword. Raises NotAllowed."""
     if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
         raise NotAllowed(f"{str(name)[:60]!r} is no name of a value")
     return name

@@ -1,11 +1,11 @@
-"""Write a file atomically: a reader, and whatever is killed, sees the old content or the new one.
+"""Writes files atomically: readers see the old content or the new one, even if the writing process is killed.
 
     write  .name.….partial beside it  ->  sync  ->  rename
 
-The name beside is drawn at random and must be new (O_EXCL, O_NOFOLLOW): whatever lies there, such as a link, is never
-written through. Permissions are those of the file that is replaced, else the umask's, which the kernel applies.
+The temporary name is random and must be new (O_EXCL, O_NOFOLLOW), so nothing is written through a link. Permissions
+are those of the replaced file, else those of the umask.
 
-A file that processes lock is a regular file of one name: a link, a pipe or a directory in its place is refused.
+A lock file must be a regular file with one name: a link, a pipe or a directory in its place is an error.
 """
 
 import errno
@@ -18,28 +18,28 @@ from pathlib import Path
 from typing import IO
 
 PARTIAL = ".partial"
-MOST_LETTERS = 50  # of the name, so that the name beside is not too long for the file system
+MOST_LETTERS = 50  # of the file's name, so that the temporary name is not too long for the file system
 _NOT_FILES = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe"}
 
 
 def name_beside(path: Path) -> Path:
-    """A new, unpredictable name in the directory of ``path``: ``.name.….partial``."""
+    """Return a new, unpredictable name in the directory of ``path``: ``.name.….partial``."""
     return path.with_name(f".{path.name[:MOST_LETTERS]}.{secrets.token_hex(8)}{PARTIAL}")
 
 
 def open_new(path: Path) -> IO[bytes]:
-    """A file that was not there before, to be written and read. Raises OSError."""
+    """Create a file and open it for writing and reading. Raises OSError; FileExistsError if the name is taken."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     return os.fdopen(os.open(path, flags, 0o666), "w+b")
 
 
 def try_new_file(path: Path) -> None:
-    """Make a file beside ``path`` and remove it. Raises OSError if ``path`` could not be written."""
+    """Create a file beside ``path`` and remove it. Raises OSError if ``path`` could not be written."""
     Replacement(path).discard()
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """The file is on the disk when it returns. Raises OSError; FileExistsError if the name is taken."""
+    """Create a file and sync its content to disk. Raises OSError; FileExistsError if the name is taken."""
     with open_new(path) as file:
         file.write(content)
         file.flush()
@@ -47,7 +47,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 class Replacement:
-    """Owns a new file beside ``path``, open as ``file``, until it takes its place or is removed. Raises OSError."""
+    """A new file beside ``path``, open as ``file``, until it replaces ``path`` or is removed. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._beside, mode = path, name_beside(path), None
@@ -60,7 +60,7 @@ class Replacement:
                 os.fchmod(self.file.fileno(), mode)
 
     def take_place(self) -> None:
-        """On the disk, and under its name, when it returns."""
+        """Sync the new file to disk and rename it to ``path``."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
@@ -68,7 +68,7 @@ class Replacement:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """It is removed, unless it has taken its place."""
+        """Remove the new file, unless it has replaced ``path``."""
         with suppress(OSError):
             self.file.close()
         with suppress(OSError):
@@ -77,7 +77,7 @@ class Replacement:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of ``path`` when the block ends well, else nothing changes. Raises OSError."""
+    """Yield a new file that replaces ``path`` when the block ends without an error. Raises OSError."""
     new = Replacement(path)
     try:
         yield new.file
@@ -87,13 +87,13 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file ``path``, which is no link that is followed. Raises OSError."""
+    """Replace the file ``path`` atomically; a link is replaced, not followed. Raises OSError."""
     with replaced_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_for_user(path: Path, content: str | Iterable[str]) -> None:
-    """Write to a user's path: through a link of the user's own, and directly into a device or pipe. Raises OSError."""
+    """Write to a user's path: follows links, and writes directly into a device or pipe. Raises OSError."""
     parts = (content,) if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -105,7 +105,7 @@ def write_for_user(path: Path, content: str | Iterable[str]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have the names of a directory on the disk, on a file system that can. Raises OSError."""
+    """Sync the names of a directory to disk, if the file system supports it. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,7 +117,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Open for reading and writing, created if absent; nothing is written. Raises OSError."""
+    """Open a lock file for reading and writing; creates it if absent. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)
@@ -125,10 +125,10 @@ def open_lock_file(path: Path) -> IO[str]:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise _refused(path, os.lstat(path).st_mode) from None
         raise
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(handle)
-        raise _refused(path, found.st_mode)
+        raise _refused(path, status.st_mode)
     return os.fdopen(handle, "r+")
 
 

@@ -1,9 +1,9 @@
-"""Read text and JSON files that a user named: regular files in UTF-8, up to a maximum size.
+"""Reads text and JSON files that a user named: regular files in UTF-8, up to a maximum size.
 
-A pipe is refused, since every process of a run reads the file; so is a device, which may never end.
+A pipe is an error, because every process of a run reads the file; so is a device, which may never end.
 
-JSON is of plain values, each key once. Rejected besides invalid JSON: numbers beyond a machine word, NaN and infinity,
-and characters that no file can hold. Python's parser limits the depth.
+JSON must have unique keys. Besides invalid JSON, these are errors: integers beyond 64 bits, NaN and infinity, and lone
+surrogates. Python's parser limits the depth.
 """
 
 import json
@@ -40,9 +40,9 @@ def read_text(
     error: type[PlanError] = PlanError,
     fix: str = "",
 ) -> str:
-    """The text of the file at ``path``, without a byte order mark. ``what``: the kind of file, for errors.
+    """Return the text of the file at ``path``, without a byte order mark. ``what``: the kind of file, for errors.
 
-    Raises ``error`` if there is no such file, it is no regular file, is larger than ``most_bytes``, cannot be read,
+    Raises ``error`` if the file does not exist, is not a regular file, is larger than ``most_bytes``, cannot be read,
     or is not UTF-8.
     """
     content = read_bytes(path, what, most_bytes=most_bytes, error=error, fix=fix)
@@ -65,14 +65,14 @@ def read_bytes(
     error: type[PlanError] = PlanError,
     fix: str = "",
 ) -> bytes:
-    """The content of the file at ``path``. Raises as ``read_text`` does."""
+    """Return the content of the file at ``path``. Raises as ``read_text`` does."""
     shown = shorten(path)
     try:
         content = _content(path, most_bytes)
     except FileNotFoundError:
         raise error(f"there is no {what} file {shown}", where=shown, fix=fix) from None
-    except _NoFile as found:
-        raise error(f"the {what} {shown} is {found}", where=shown, fix=fix) from None
+    except _NoFile as kind:
+        raise error(f"the {what} {shown} is {kind}", where=shown, fix=fix) from None
     except (OSError, ValueError) as failed:  # ValueError: a name that no file can have
         raise error(f"cannot read the {what} {shown}: {reason(failed)}", where=shown, fix=fix) from None
     if content is None:
@@ -82,12 +82,12 @@ def read_bytes(
 
 
 def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str = "") -> Iterator[tuple[str, bool]]:
-    """The lines of the file at ``path``, each with whether it is ended, one after another: no more is in memory.
+    """Yield (line, whether it ends with a newline) for each line of the file at ``path``; holds one line in memory.
 
-    ``most_bytes``: of one line. Raises PlanError as ``read_text`` does.
+    ``most_bytes``: limit for one line. Raises PlanError as ``read_text`` does.
     """
     if not is_file(Path(path)):
-        read_text(path, what, most_bytes=0, fix=fix)  # raises, in its words
+        read_text(path, what, most_bytes=0, fix=fix)  # raises the error
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             number = 0
@@ -107,22 +107,22 @@ def lines_of(path: str | PathLike[str], what: str, *, most_bytes: int, fix: str 
 
 @contextmanager
 def opened(path: Path, fix: str = "give a readable file", *, follows: bool = True) -> Iterator[BinaryIO]:
-    """A regular file for reading, behind a link too if it ``follows``. Raises PlanError, naming the file, for anything
-    else, and if the disk fails meanwhile.
+    """Open a regular file for reading; a link only if ``follows``. Raises PlanError, with the file's name, for any
+    other kind of file, and if reading fails within the block.
     """
     try:
         with os.fdopen(open_regular(path, follows=follows), "rb") as file:
             yield file
-    except PlanError:  # a ValueError too
+    except PlanError:  # which is a ValueError
         raise
     except (OSError, ValueError) as error:
         raise cannot_read(path, error, fix) from None
 
 
 def open_regular(path: str | PathLike[str], *, follows: bool = True) -> int:
-    """A descriptor of a regular file for reading; any other kind of file is an error, without waiting for it.
+    """Return a descriptor for reading a regular file; never waits for a pipe or device.
 
-    Raises OSError, ValueError for a name that no file can have.
+    Raises OSError, for any other kind of file too; ValueError for a name that no file can have.
     """
     of_links = 0 if follows else getattr(os, "O_NOFOLLOW", 0)
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | of_links)
@@ -134,7 +134,7 @@ def open_regular(path: str | PathLike[str], *, follows: bool = True) -> int:
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read, in the system's words."""
+    """Return the operating system's message for why a file could not be read."""
     if isinstance(error, UnicodeError):
         return "its name is not UTF-8"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
@@ -142,7 +142,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def writing(what: str, where: str | Where, fix: str = "give a writable file") -> Iterator[None]:
-    """A system's error while ``what`` is written is a PlanError."""
+    """Convert an error of the operating system while ``what`` is written to PlanError."""
     try:
         yield
     except PlanError:
@@ -164,22 +164,22 @@ def cannot_read(path: Path, error: Exception, fix: str = "give a readable file")
 
 
 def shorten(text: object, most: int = 300) -> str:
-    """For the words of an error: all of a text, or its beginning and its end."""
+    """Return ``text`` for an error message; if longer than ``most``, only its beginning and end."""
     text = str(text)
     return text if len(text) <= most else f"{text[: most * 2 // 3]}…{text[-most // 3 :]}"
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters that would move a terminal's cursor, change colours or turn the text."""
+    """Return ``text`` with control characters escaped, which could move the cursor of a terminal or change colours."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class _NoFile(OSError):
-    """There is something of this name that is no regular file."""
+    """Raised for a name that is not a regular file."""
 
 
 def _content(path: str | PathLike[str], most: int) -> bytes | None:
-    """None if there are more bytes; a file that says so is not read."""
+    """Return the content of a file; None if it has more than ``most`` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
     return content if content is not None and len(content) <= most else None
@@ -188,10 +188,9 @@ def _content(path: str | PathLike[str], most: int) -> bytes | None:
 def read_json(
     path: str | PathLike[str], what: str, *, most_bytes: int = 16 * MIB, fix: str = "", damaged: str = ""
 ) -> Any:
-    """The value of the JSON file at ``path``; ``what``: its kind, for errors. Reads regular files only, up to
-    ``most_bytes``.
+    """Return the value of the JSON file at ``path``. ``what``: the kind of file, for errors.
 
-    Raises PlanError, for bad content with the fix ``damaged``.
+    Raises PlanError as ``read_text`` does, and for invalid content with the fix ``damaged``.
     """
     text = read_text(path, what, most_bytes=most_bytes, fix=fix)
     try:
@@ -202,7 +201,7 @@ def read_json(
 
 
 def parse_json(text: str) -> Any:
-    """The value of ``text``. Raises ValueError with the reason."""
+    """Return the value of a JSON text. Raises ValueError with the reason."""
     try:
         value = json.loads(
             text,
@@ -221,7 +220,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_integer(digits: str) -> int:
-    """Raises ValueError if no machine word holds the number."""
+    """Return the integer. Raises ValueError if it needs more than 64 bits."""
     if len(digits) > 20 or not -LARGEST - 1 <= (value := int(digits)) <= LARGEST:
         raise ValueError(f"the number {shorten(digits, 40)} is too large")
     return value
@@ -239,9 +238,9 @@ def refuse_constant(name: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        earlier: set[str] = set()
+        twice = next(name for name, _ in pairs if name in earlier or earlier.add(name))
         raise ValueError(f"the key {shorten(twice, 100)!r} is given twice")
-    return found
+    return values

@@ -1,12 +1,12 @@
-"""Decisions as JSON and tensors, and decisions again: nothing that is read can run.
+"""Converts decisions to JSON and tensors, and back. Nothing in a file can run code.
 
-    number, text, None              as they are
+    number, text, None              unchanged
     list                            [..]
     anything else                   {kind: content}: tuple, dict, dtype, node, like, tensor, graph, enum, object, …
 
-An object is a dataclass, written once and referred to by number. Classes, functions and ops are those of
-planner.files.allowed, for writing and for reading: any other raises Unstorable, such as a function of the user's own.
-No text of a file but identifiers reaches the source that torch.fx writes for a graph.
+An object is a dataclass, written once and referred to by number. Classes, functions and ops must be those of
+planner.files.allowed: writing any other, such as a user's function, raises Unstorable, and reading one NotAllowed.
+Only identifiers of a file reach the source that torch.fx writes for a graph.
 """
 
 import cmath
@@ -34,15 +34,15 @@ NAMES_OF_TORCH = {
 }
 NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
 OPS = ("placeholder", "call_function", "output")
-MOST_INLINE = 40  # letters of a text that is not written once for all its places
+MOST_INLINE = 40  # characters; a longer text is written once and referred to by number
 
 
 class Unstorable(Exception):
-    """A value that has no form on disk."""
+    """Raised for a value that cannot be written to a file."""
 
 
 class Writer:
-    """Owns the objects and texts written so far, and the tensors with values. ``dropped``: keys of ``meta``."""
+    """Converts values to JSON; collects ``objects``, ``texts`` and ``tensors``. ``dropped``: keys of node.meta."""
 
     def __init__(self, dropped: Collection[str] = ()) -> None:
         self.dropped = dropped
@@ -50,7 +50,7 @@ class Writer:
         self.texts: dict[str, int] = {}
         self.tensors: dict[str, Tensor] = {}
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # so that no other object takes the number of one that is gone
+        self._alive: list[Any] = []  # keeps written objects alive, because ``_numbers`` is keyed by id()
 
     def write(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > MOST_INLINE:
@@ -136,24 +136,24 @@ class Writer:
 
 
 class Reader:
-    """Values again, from what a Writer wrote. Raises an Exception of any class if it is damaged."""
+    """Restores values that a Writer wrote. Damaged input may raise any Exception."""
 
     def __init__(self, objects: list[Any], texts: list[str], tensors: Mapping[str, Tensor]) -> None:
         self.texts, self.tensors = texts, tensors
         self.nodes: dict[str, fx.Node] = {}
         self._objects: list[Any] = []
         for module, name, content in objects:
-            self._objects.append(self._made(allowed.record(module, name), content))
+            self._objects.append(self._record(allowed.record(module, name), content))
 
-    def read(self, given: Any) -> Any:
-        if isinstance(given, list):
-            return [self.read(part) for part in given]
-        if not isinstance(given, dict):
-            return given
-        ((kind, content),) = given.items()
+    def read(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.read(part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
         return READS[kind](self, content)
 
-    def _made(self, cls: type, content: list[Any]) -> Any:
+    def _record(self, cls: type, content: list[Any]) -> Any:
         names = [field.name for field in fields(cls) if field.init]
         return checked(cls, dict(zip(names, map(self.read, content), strict=True)))
 
@@ -166,10 +166,10 @@ class Reader:
     def _graph(self, rows: list[Any]) -> fx.GraphModule:
         graph, self.nodes = fx.Graph(), {}
         for op, name, target, args, kwargs, meta in rows:
-            given: Any = self.read(args), self.read(kwargs)
-            _check_call(op, *given)
+            arguments: Any = self.read(args), self.read(kwargs)
+            _check_call(op, *arguments)
             function = _function(*target) if op == "call_function" else allowed.of_source(target)
-            node = graph.create_node(op, function, *given, name=allowed.of_source(name))
+            node = graph.create_node(op, function, *arguments, name=allowed.of_source(name))
             if node.name != name:
                 raise ValueError(f"two nodes are called {name}")
             node.meta = {key: self.read(value) for key, value in meta}
@@ -213,7 +213,7 @@ def _function(module: str, name: str) -> Any:
 
 
 def _check_call(op: Any, args: Any, kwargs: Any) -> None:
-    """Raise ValueError unless a node of a plan may have these arguments: torch.fx writes them into source."""
+    """Raise ValueError for arguments that no node of a plan may have: torch.fx writes arguments into source."""
     if op not in OPS or not isinstance(args, tuple) or not isinstance(kwargs, dict):
         raise ValueError(f"{op} is no call of a plan")
     for name in kwargs:

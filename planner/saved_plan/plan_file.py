@@ -1,18 +1,18 @@
-"""A plan that runs, in one file: its tables, its decisions, and the buffers of the model.
+"""The file of an executable plan: its tables, its decisions, and the buffers of the model.
 
     plan.save("plan.pt")        once, where the model can be captured
     Plan.load("plan.pt")        on every rank: no capture, no search, none of the model's code
 
-It holds no weights: an engine makes them (``initialization.method: normal``) or loads them. The file is JSON and
-tensors with a digest over all of it: a changed byte is an error, and nothing in it can run. Only names of
-planner.files.allowed are made of it.
+It has no weights: an engine initializes them (``initialization.method: normal``) or loads them. The file is JSON and
+tensors with a digest over everything, so a changed byte is an error. Nothing in it can run code: it refers only to the
+names of planner.files.allowed.
 
     FORM digest\\n      the SHA-256 of all that follows
     length              of the JSON: 8 bytes
     JSON                {"content": …, "tensors": {name: [dtype, shape]}}
     values              of the tensors, in this order
 
-Read as a whole, and checked before a value is used: no size in it can ask for more memory than the file has bytes.
+The whole file is read and checked before a value is used; no size in it can allocate more than the size of the file.
 """
 
 import hashlib
@@ -56,14 +56,14 @@ PARTS: dict[str, Any] = {
     "flops": float | None,
 }
 HUB = tuple(field.name for field in fields(HubFormat) if field.name not in ("names", "conversions", "adapted"))
-OVER = ("constant", "selected", "cut_whole", "unsqueezed")  # marks that are read only until a plan is decided
+OVER = ("constant", "selected", "cut_whole", "unsqueezed")  # marks that only planning reads, so they are not saved
 SAVED_BY = "save it by meshwright plan MODEL SPEC --format pt -o FILE"
 _HOUSES = Path(__file__).resolve().parents[2]
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class Stored(NamedTuple):
-    """``tables``: the values of ``Plan.to_dict``. ``parts``: further fields of a plan."""
+    """The saved plan of one length. ``tables``: values of ``Plan.to_dict``; ``parts``: the fields named in PARTS."""
 
     tables: dict[str, Any]
     decisions: Decisions
@@ -73,7 +73,7 @@ class Stored(NamedTuple):
 
 
 def written_by() -> dict[str, str]:
-    """The versions that a file depends on: the same code reads it."""
+    """Return the versions that a file depends on; only the same versions can read it."""
     return {
         "meshwright": __version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -86,9 +86,9 @@ TO_WRITE = "choose a directory that exists and is writable"
 
 
 def write(plans: Sequence[Stored], path: Path) -> None:
-    """The plans of one model, length by length.
+    """Write the plans of one model, one per length.
 
-    Raises PlanError for a graph that calls functions of the user's own, and a place that cannot be written.
+    Raises PlanError for a graph that calls a user's function, and if ``path`` cannot be written.
     """
     sealed = seal(FORM, *_content(plans))
     with writing("the plan", str(path), TO_WRITE), replaced_file(path) as file:
@@ -108,7 +108,7 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
     content = {
         "written by": written_by(),
         "hub": {name: getattr(owner.hub, name) for name in HUB},
-        "names": {name: to_json(made) for name, made in owner.hub.stored_names.items()},
+        "names": {name: to_json(source) for name, source in owner.hub.stored_names.items()},
         "model": model,
         "lengths": of_lengths,
         "objects": writer.objects,
@@ -118,7 +118,7 @@ def _content(plans: Sequence[Stored]) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def _check_constants(program: Program) -> None:
-    """A constant comes back contiguous, on the host, without a gradient; ops may read strides. Raises Unstorable."""
+    """Raise Unstorable unless constants are as a file restores them: contiguous, on the CPU, without a gradient."""
     for name, value in program.constants.items():
         is_plain = type(value) is Tensor and value.device.type == "cpu" and value.is_contiguous()
         if not value.is_meta and (not is_plain or value.requires_grad):
@@ -137,7 +137,7 @@ def _of_length(plan: Stored, writer: Writer) -> dict[str, Any]:
 
 
 def _model_of(owner: ModelOwner) -> dict[str, Any]:
-    """Names, shapes and dtypes of parameters, in which names are one tensor, and the values of buffers."""
+    """Return names, shapes, dtypes and ties of the parameters, and the values of buffers."""
     model = owner.model
     if model is None:
         raise PlanError("the planned model is gone", fix="save the plan before an Engine takes the model's weights")
@@ -152,7 +152,7 @@ def _model_of(owner: ModelOwner) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[Stored]:
-    """Raises PlanError for a file that is missing, damaged, or was written by another version."""
+    """Read the plans of a file. Raises PlanError if it is missing, damaged, or was written by another version."""
     file = read_bytes(path, "plan", most_bytes=MOST_BYTES, fix=SAVED_BY)
     try:
         content, tensors = unseal(FORM, file)
@@ -179,12 +179,12 @@ def _check_writer(then: Mapping[str, str], path: Path) -> None:
 def _all_stored(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Stored]:
     reader = Reader(content["objects"], content["texts"], tensors)
     hub: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in content["hub"].items()}
-    hub["names"] = {name: of_json(made) for name, made in content["names"].items()}
+    hub["names"] = {name: of_json(source) for name, source in content["names"].items()}
     model = _skeleton_of(reader.read(content["model"]), frozenset(hub["persistent_buffers"]))
-    found = [_stored(of_length, reader, ModelOwner(model, checked(HubFormat, hub))) for of_length in content["lengths"]]
-    if not found:
+    plans = [_stored(of_length, reader, ModelOwner(model, checked(HubFormat, hub))) for of_length in content["lengths"]]
+    if not plans:
         raise ValueError("it has no lengths")
-    return found
+    return plans
 
 
 def _stored(content: Mapping[str, Any], reader: Reader, owner: ModelOwner) -> Stored:
@@ -202,27 +202,28 @@ def _stored(content: Mapping[str, Any], reader: Reader, owner: ModelOwner) -> St
     return Stored(content["tables"], decisions, shards, owner, parts)
 
 
-def _skeleton_of(found: Mapping[str, Any], persistent: frozenset[str]) -> nn.Module:
-    made: dict[str, nn.Parameter] = {}
-    for name, (first, shape, dtype, requires_grad) in found["parameters"].items():
+def _skeleton_of(model: Mapping[str, Any], persistent: frozenset[str]) -> nn.Module:
+    parameters: dict[str, nn.Parameter] = {}
+    for name, (first, shape, dtype, requires_grad) in model["parameters"].items():
         empty = torch.empty(shape, dtype=dtype, device="meta")
-        made[name] = made[first] if first in made else nn.Parameter(empty, requires_grad)
-    return skeleton(made, found["buffers"], persistent).train(found["training"])
+        parameters[name] = parameters[first] if first in parameters else nn.Parameter(empty, requires_grad)
+    return skeleton(parameters, model["buffers"], persistent).train(model["training"])
 
 
 @lru_cache(1)
 def our_sources() -> str:
-    found = hashlib.sha256()
+    """Return the SHA-256 of the sources of planner and passes."""
+    digest = hashlib.sha256()
     for path in sorted(path for house in ("planner", "passes") for path in (_HOUSES / house).rglob("*.py")):
         content = path.read_bytes()
-        found.update(f"{path.relative_to(_HOUSES)}:{len(content)}:".encode() + content)
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(_HOUSES)}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
 
 
 def seal(form: str, content: Any, tensors: Mapping[str, Tensor]) -> bytes:
-    """The content of a file of this ``form``, a text of one line."""
-    held = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
-    text = json.dumps({"content": content, "tensors": held}, allow_nan=False).encode()
+    """Return the bytes of a file. ``form``: the name of its format, one line of text."""
+    shapes = {name: (str(value.dtype), list(value.shape)) for name, value in tensors.items()}
+    text = json.dumps({"content": content, "tensors": shapes}, allow_nan=False).encode()
     parts = len(text).to_bytes(8, "little"), text, *map(_bytes_of, tensors.values())
     digest = hashlib.sha256()
     for part in parts:
@@ -231,19 +232,20 @@ def seal(form: str, content: Any, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def unseal(form: str, file: bytes) -> tuple[Any, dict[str, Tensor]]:
-    """Content and tensors, each with memory of its own. Raises ValueError if the file is damaged or of another form."""
+    """Return content and tensors, which do not share memory with ``file``. Raises ValueError if the file is damaged or
+    has another format."""
     head, _, rest = file.partition(b"\n")
-    found, _, digest = head.decode(errors="replace").rpartition(" ")
-    if found != form:
+    own_form, _, digest = head.decode(errors="replace").rpartition(" ")
+    if own_form != form:
         raise ValueError("its format is another, or its digest")
     if digest != hashlib.sha256(rest).hexdigest():
         raise ValueError("its bytes have changed: the digest is another")
     start = 8 + int.from_bytes(rest[:8], "little")
     try:
-        given = json.loads(rest[8:start], parse_int=parse_integer, parse_constant=refuse_constant)
-        content, held = given["content"], given["tensors"]
+        values = json.loads(rest[8:start], parse_int=parse_integer, parse_constant=refuse_constant)
+        content, shapes = values["content"], values["tensors"]
         tensors: dict[str, Tensor] = {}
-        for name, (dtype, shape) in held.items():
+        for name, (dtype, shape) in shapes.items():
             tensors[name], start = _tensor(rest, start, _DTYPES[dtype], shape)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -261,12 +263,12 @@ def _bytes_of(value: Tensor) -> memoryview:
 
 
 def _tensor(file: bytes, start: int, dtype: torch.dtype, shape: list[int]) -> tuple[Tensor, int]:
-    """The tensor at ``start``, and the end of them."""
+    """Return the tensor at byte ``start`` of ``file``, and the byte after it."""
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"no tensor has the shape {shape}")
     end = start + math.prod(shape) * dtype.itemsize
     if end > len(file):
         raise ValueError("a tensor is larger than the file")
-    made = torch.empty(shape, dtype=dtype)
-    _bytes_of(made)[:] = file[start:end]
-    return made, end
+    value = torch.empty(shape, dtype=dtype)
+    _bytes_of(value)[:] = file[start:end]
+    return value, end
