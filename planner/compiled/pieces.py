@@ -1,16 +1,14 @@
-"""The pieces of a stage that run as one compiled function: runs of plain ops, as long as they can be.
+"""The pieces of a lowered stage that are compiled: maximal runs of plain ops, each one function.
 
-A call's level is the number of borders (products, collectives, …) on the longest path to it. A path from a piece over a
-border ends on a higher level, so ops of one level can run as one call, after all their inputs. Ops of one level that
-read each other are one piece. Views at its ends are left outside: they cost nothing, and without them more pieces are
-equal. Equal pieces, of all copies of a block and beyond, share one function.
+A border is a call that is not compiled (``_border``): products, attention and lookups are one kernel already; random
+draws keep the masks of eager runs; of ops on rows of experts, only those that act on each row alone are compiled. The
+level of a call is the number of borders on the longest path to it. A path that leaves a piece over a border ends on a
+higher level, so the ops of one level can run as one call, after all their inputs. Ops of one level that read each other
+form a piece, without views at its ends: those cost nothing, and more pieces are equal without them. Equal pieces, in
+all copies of a block and elsewhere, share one function.
 
-They are runs of the lowered stage: a product has its bias by then, and each collective is a call. A border is what
-is not compiled (``_border``): products, attention and lookups are one kernel already; random draws, so that masks are
-the same as without compiling; of experts' domain all but ops on one row at a time.
-
-A path into a captured region or a recomputed block, or out of it, is a border too, and the inputs of a region raise all
-of it: its graph runs as one, so no piece may be both before and after it. The home of a call is
+Entering or leaving a captured region or a recomputed block is a border too, and the inputs of a region raise the level
+of all its calls: its graph runs as one, so no piece may be both before and after it. The home of a call is
 
 region   the captured part of a block: a piece is inside of its graph or outside
 block    the recomputed block, and whether its backward reruns the call: a piece is rerun entirely or not at all
@@ -48,21 +46,21 @@ from planner.trace.lowered import Lowered
 
 OURS = "a separate kernel, or a collective"
 FEWEST_OPS = 2
-FEWEST_ALONE = 3  # of a piece that has no copies: less is not worth the seconds to compile it
+FEWEST_ALONE = 3  # ops of a piece without copies: compiling a smaller one takes longer than it saves
 TOO_FEW = "a single op between borders"
 ALONE = f"fewer than {FEWEST_ALONE} ops, and no copies"
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The compiled pieces. ``eager``: (stage, captured name, reason) of other calls that are not compiled."""
+    """The compiled pieces. ``eager``: (stage, captured name, reason) of each call that is not compiled."""
 
     pieces: tuple[CompiledPiece, ...] = ()
     eager: tuple[tuple[int, str, str], ...] = ()
 
 
 def decide_compiled(asked: bool, lowered: Lowered) -> Compiled:
-    """The pieces of all stages in their order; none if nothing is to be compiled."""
+    """Return the pieces of all stages, in order; none if compilation is off."""
     if not asked:
         return Compiled()
     decisions, on_gradient = lowered.decisions, _on_gradient(lowered.decisions)
@@ -90,7 +88,7 @@ def decide_compiled(asked: bool, lowered: Lowered) -> Compiled:
 
 @dataclass
 class _Group:
-    """Runs that compute the same. ``left``: places of the values that any of them gives."""
+    """Runs that compute the same function. ``left``: indices of the nodes whose values some run returns."""
 
     num_ops: int
     num_runs: int = 0
@@ -103,20 +101,20 @@ class _Group:
 
     @property
     def reason(self) -> str:
-        """Why it is not worth compiling; empty if it is."""
+        """The reason why the runs are too small to compile; empty if they are not."""
         if self.num_ops < FEWEST_OPS:
             return TOO_FEW
         return ALONE if self.num_ops < FEWEST_ALONE and self.num_runs == 1 else ""
 
 
 def _on_gradient(decisions: Decisions) -> set[str]:
-    """Calls that carry a gradient, and all that is computed from them: the rest is positions, labels and masks."""
+    """Return the calls with a gradient and their dependents: the rest is positions, labels and masks."""
     calls = [n for n in decisions.program.graph.graph.nodes if n.op == "call_function" and n.meta.get("grad")]
     return {node.name for node in walk(calls, readers)}
 
 
 def _border(node: fx.Node, decisions: Decisions) -> str:
-    """Why a call of a lowered stage is no part of a piece; empty if it is plain."""
+    """Return the reason why a call of a lowered stage is a border; empty if it is a plain op."""
     if node.target is operator.getitem:
         return _border(node.all_input_nodes[0], decisions)
     if "change" in node.meta:
@@ -143,19 +141,19 @@ def _border(node: fx.Node, decisions: Decisions) -> str:
 
 
 def _is_of_single_rows(node: fx.Node) -> bool:
-    """Whether a call in the experts' domain computes each row from that row alone, and from values outside of it."""
+    """Whether a call on rows of experts computes each row from that row and from values outside of the experts."""
     values = (node, *(v for v in node.all_input_nodes if domain_of(v) is not None))
     return all(map(counts_rows, values)) and (is_pointwise(node.target) or is_free(node))
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a call makes no values of its own."""
+    """Whether a call computes nothing: a view or a reshape."""
     return node.target in RESHAPES or is_view(node)
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """``region`` and ``block`` by index, None outside of all; ``again``: the block's backward runs it once more."""
+    """The indices of a call's ``region`` and ``block`` (None: outside); ``again``: the block's backward reruns it."""
 
     region: int | None = None
     block: int | None = None
@@ -166,7 +164,7 @@ OUTSIDE = Home()
 
 
 class _Homes:
-    """Of one stage. Owns: captured name → its region, its recomputed block, and the calls that its backward reruns."""
+    """The homes of the calls of one stage: the region and recomputed block of each name, and the calls that rerun."""
 
     def __init__(self, stage: int, regions: Sequence[Region], recomputed: Sequence[Piece]) -> None:
         mine = [region for region in regions if region.stage == stage and not region.refused]
@@ -177,20 +175,20 @@ class _Homes:
         self.num_regions = len(mine)
 
     def of_calls(self, calls: Sequence[fx.Node]) -> dict[fx.Node, Home]:
-        """``calls`` of the lowered stage in their order. A view is rerun if its base is."""
-        found: dict[fx.Node, Home] = {}
+        """Return the home of each call, given in the order of the stage. A view is rerun if its base is."""
+        home_of: dict[fx.Node, Home] = {}
         for node in calls:
             name = node.meta["origin"]
             region, block = self._region.get(name), self._block.get(name)
-            source = found.get(node.all_input_nodes[0]) if is_free(node) and node.all_input_nodes else None
+            source = home_of.get(node.all_input_nodes[0]) if is_free(node) and node.all_input_nodes else None
             again = source.again if source is not None and source.block == block else name in self._again
-            found[node] = Home(region, block, again)
-        return found
+            home_of[node] = Home(region, block, again)
+        return home_of
 
 
 @dataclass
 class _Cut:
-    """One stage. Owns: the ``home`` and the level of each of its calls, and why calls are in no piece (``left``)."""
+    """The division of one stage into runs: the ``home`` of each call, and why calls are in no piece (``left``)."""
 
     graph: fx.Graph
     decisions: Decisions
@@ -200,12 +198,12 @@ class _Cut:
     left: dict[fx.Node, str] = field(default_factory=dict)
 
     def runs(self) -> list[list[fx.Node]]:
-        """Runs of plain calls, views at their ends taken off, in the order of their first calls."""
+        """Return the runs of plain calls, without views at their ends, in the order of their first calls."""
         levels: dict[int, list[fx.Node]] = {}
         for node, level in self._levels().items():
             levels.setdefault(level, []).append(node)
-        found = [run for nodes in levels.values() for run in self._joined(self._trimmed(nodes))]
-        return sorted(found, key=lambda run: run[0])
+        runs = [run for nodes in levels.values() for run in self._joined(self._trimmed(nodes))]
+        return sorted(runs, key=lambda run: run[0])
 
     def _levels(self) -> dict[fx.Node, int]:
         calls = [node for node in self.graph.nodes if node.op == "call_function"]
@@ -216,8 +214,8 @@ class _Cut:
         return {node: level[node] for node in plain if node.meta["origin"] in self.on_gradient}
 
     def _raised(self, calls: Sequence[fx.Node], ends: Collection[fx.Node]) -> dict[fx.Node, int]:
-        """The number of borders on the longest way to each call. All of a region is as high as its inputs; a further
-        iteration finds inputs that come after its first call in the graph.
+        """Return the level of each call, with all calls of a region at least at the level of its inputs. Iterates,
+        because inputs of a region may follow its first call in the graph.
         """
         level, floor = dict[fx.Node, int](), dict[int, int]()
         for _ in range(self.homes.num_regions + 2):
@@ -237,7 +235,7 @@ class _Cut:
         raise AssertionError("captured regions of a stage read each other in a circle")
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Without the views with which it begins, and those with which it ends. One of several results is no view."""
+        """Return the nodes without views at the beginning and the end. An item of several results is not a view."""
         inside = set(nodes)
         for node in nodes:
             if is_free(node) and not any(v in inside for v in node.all_input_nodes):
@@ -249,7 +247,7 @@ class _Cut:
         return [node for node in nodes if node in inside]
 
     def _joined(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """Those that read each other, together."""
+        """Group the nodes into connected runs: nodes that read each other are in one run."""
         run_of, inside = dict[fx.Node, list[fx.Node]](), set(nodes)
         for node in nodes:
             mine = [node]
@@ -263,29 +261,31 @@ class _Cut:
 
 
 def _structure(nodes: Sequence[fx.Node]) -> Any:
-    """Equal for pieces that compute the same: ops, constants, shapes, rows, dtypes, types, gradient flags."""
+    """Return a key that is equal for runs with the same ops, constants, shapes, rows, dtypes, types, gradient flags."""
     number = {node: i for i, node in enumerate(nodes)}
-    given: dict[fx.Node, int] = {}
+    inputs: dict[fx.Node, int] = {}
 
     def shown(value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        return f"%{number[value]}" if value in number else f"in {given.setdefault(value, len(given))} {_seen(value)}"
+        if value in number:
+            return f"%{number[value]}"
+        return f"in {inputs.setdefault(value, len(inputs))} {_signature(value)}"
 
-    return tuple((str(n.target), str(fx.map_arg((n.args, n.kwargs), shown)), _seen(n)) for n in nodes)
+    return tuple((str(n.target), str(fx.map_arg((n.args, n.kwargs), shown)), _signature(n)) for n in nodes)
 
 
-def _seen(node: fx.Node) -> str:
+def _signature(node: fx.Node) -> str:
     shapes = [(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors_of(node)]
     return f"{shapes} {node.meta['placement']} {bool(node.meta.get('grad'))} {counts_rows(node)}"
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRow:
-    """``ops`` that run as one call on each rank of ``stage``: as the compiled ``function``, which equal pieces share.
+    """``ops`` that each rank of ``stage`` runs as one compiled ``function``; equal pieces share the function.
 
-    With a ``reason`` against compiling, they run one by one, and ``function`` is -1. ``block``: that of the first of
-    them; ``where``: its module and the user's line.
+    With a ``reason`` against compiling, they run one by one, and ``function`` is -1. ``block`` and ``where`` (module
+    and source line) are those of the first op.
     """
 
     block: str
@@ -300,13 +300,13 @@ class CompiledRow:
 
 
 def rows_of(compiled: Compiled, decisions: Decisions, places: Places) -> tuple[CompiledRow, ...]:
-    """Pieces first, then calls that run op by op though they are neither products nor collectives."""
+    """Return the rows of the pieces, then of the calls, except products and collectives, that run op by op."""
     program, rows = decisions.program, list[CompiledRow]()
     for piece in compiled.pieces:
         nodes = [node for node in map(program.node, piece.nodes) if not is_free(node)]
         ops = ", ".join(map(op_name, nodes))
         rows.append(CompiledRow(places.block(nodes[0]), piece.stage, places.text(nodes[0]), ops, piece.function))
-    lines: dict[tuple[str, int, str, str], list[str]] = {}  # one row for all calls of a line that have one reason
+    lines: dict[tuple[str, int, str, str], list[str]] = {}  # one row for all calls of a source line with one reason
     for stage, name, reason in compiled.eager:
         node = program.node(name)
         if reason not in ("", OURS) and not is_free(node):  # products and collectives separate pieces by design

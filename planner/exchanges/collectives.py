@@ -1,23 +1,23 @@
-"""The collectives' rows of forward and backward: every exchange of a microbatch, in the order of the stages.
+"""The rows of a plan's collectives: every collective of a microbatch, in the order of the stages.
 
-They are read off the traces of the lowered stages: an op without values notes each collective that it would run. Two
-kinds stand here: rows on their way to experts, of which the number follows the routing, and the
-values that cross a cut between stages, sent and received, with their gradients on the way back.
+Most are read from the traces of the lowered stages, in which ops on tensors without memory record their collectives.
+Computed here are the dispatch and combine of experts, whose number of rows depends on the routing, and the values that
+cross a stage boundary, with their gradients.
 
 ``bytes`` are those of the full tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
-reduce-scatter. Of rows of experts: over ep those of this rank's own rows, which it sends and gets back for any routing;
-over etp, on which a rank passes on received rows to all holders of a part, as if every expert got equally many. The
-number of slots does not depend on the routing: E · C / tp · hidden, with padding if tp does not divide C.
+reduce-scatter. For rows of experts over ep: of this rank's own rows, which it sends and gets back for any routing; over
+etp, where a rank forwards received rows to all ranks with a shard of the expert: as if all experts got equally many.
+Slots do not depend on the routing: E · C / tp · hidden, with padding if tp does not divide C.
 
-Tokens that go once to a rank: as many as choices that are equally likely give. Of E experts a token chooses k; none of
-c experts with probability C(E − c, k) / C(E, k), so a tp rank sends t · ep / tp · (1 − that for c = E / ep). If ep
-spans nodes, it sends t · nodes / tp · (1 − that for c = E / nodes) between them, and the former within its node.
+Tokens sent once per rank are counted for uniformly random choices. If a token chooses k of E experts, it chooses none
+of c given experts with probability C(E − c, k) / C(E, k). So a tp rank sends t · ep / tp · (1 − that for c = E / ep).
+If ep spans nodes, it sends t · nodes / tp · (1 − that for c = E / nodes) between nodes, and the former within its node.
 
-The gathers of weights that ranks hold in shards (zero 3): the moves of each pp rank in a step, counted.
+All-gathers of sharded weights (zero 3) are counted by walking through a step of each pp rank:
 
     for action of the rank's order:  for visit of its stage:  residency.need(units, units of the next visit)
 
-The runtime makes the same moves (planner.sharding.residency), so each row is what a step runs.
+The runtime uses the same class (planner.sharding.residency), so it runs exactly these.
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ def collective_rows(lowered: Lowered, places: Places) -> tuple[CollectivePlan, .
 
 
 def rows_of_stages(lowered: Lowered, places: Places) -> list[CollectivePlan]:
-    """One row for each exchange of a forward and a backward of a microbatch."""
+    """Return one row for each collective of the forward and backward of a microbatch."""
     decisions, shards = lowered.decisions, lowered.shards
     rows: list[CollectivePlan] = []
     for stage in range(lowered.num_stages):
@@ -72,7 +72,7 @@ def rows_of_stages(lowered: Lowered, places: Places) -> list[CollectivePlan]:
 
 
 def sent_of_call(decisions: Decisions, call: TraceCall) -> Iterable[Sent]:
-    """The collectives of one call, in both directions."""
+    """Return the collectives of one call, in forward and backward."""
     node = decisions.program.node(call.name)
     if call.changed is None and node.target in EXCHANGES and decisions.mesh.has_expert_axes:
         return (_of_counts if node.target is exchange.meet else _of_rows)(node, decisions.mesh)
@@ -81,7 +81,7 @@ def sent_of_call(decisions: Decisions, call: TraceCall) -> Iterable[Sent]:
 
 def _rows_of_call(decisions: Decisions, call: TraceCall, stage: int, places: Places) -> Iterator[CollectivePlan]:
     node = decisions.program.node(call.name)
-    if call.changed is not None and call.changed.how.name in ("f", "gather"):  # at whoever wants it
+    if call.changed is not None and call.changed.how.name in ("f", "gather"):  # listed at the reader
         reader = call.changed.readers[0]
         node = decisions.program.node(reader) if reader not in ("send", "loss") else node
     yield from (_row(places, node, stage, each) for each in sent_of_call(decisions, call))
@@ -95,9 +95,7 @@ def _row(places: Places, node: fx.Node, stage: int, sent: Sent) -> CollectivePla
 def _boundary_rows(
     decisions: Decisions, shards: Shards, places: Places, cut: int, stage: int
 ) -> Iterator[CollectivePlan]:
-    """The messages that ``stage`` sends or receives at ``cut``; chunks of one rank hand their values over without a
-    message.
-    """
+    """Yield the messages that ``stage`` sends or receives at boundary ``cut``; none between chunks of one rank."""
     if cut < 0 or decisions.mesh.pp_rank_of(cut) == decisions.mesh.pp_rank_of(cut + 1):
         return
     sends = cut == stage
@@ -108,11 +106,11 @@ def _boundary_rows(
             yield _row(places, node, stage, Sent("pp", kind, phase, value.bytes))
 
 
-INDEX_BYTES = 4  # of a place
+INDEX_BYTES = 4  # of the index of a row
 
 
 def exchanges_of(decisions: Decisions) -> list[fx.Node]:
-    """The calls that exchange counts, dispatch rows and combine them, in the graph's order."""
+    """Return the calls that exchange counts, dispatch rows and combine them, in the order of the graph."""
     nodes = decisions.program.graph.graph.find_nodes
     return sorted(n for target in exchange.EXCHANGES for n in nodes(op="call_function", target=target))
 
@@ -126,7 +124,7 @@ def _of_rows(node: fx.Node, mesh: Mesh) -> Iterator[Sent]:
 
 
 def _of_counts(node: fx.Node, mesh: Mesh) -> Iterator[Sent]:
-    """The exchange of counts and, if tokens go once to a rank, of their places."""
+    """Yield the exchange of counts and, if tokens are sent once per rank, of their row indices."""
     experts, size = shape_of(node)[0], node.meta["val"].element_size()
     tokens = _tokens_of(node)
     figures = 0 if tokens is None else 1 if tokens.nodes == 1 else 2 + mesh.ep // tokens.nodes
@@ -156,7 +154,7 @@ def _over_ep(node: fx.Node, mesh: Mesh) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """``num_rows`` of ``num_tokens``, for ``experts`` on ranks of ``nodes``."""
+    """The routing of a layer: ``num_rows`` of ``num_tokens`` for ``experts`` on ranks of ``nodes`` nodes."""
 
     experts: int
     num_rows: int
@@ -164,14 +162,15 @@ class _Tokens:
     nodes: int
 
     def leaving(self, parts: int, mesh: Mesh) -> int:
-        """How many a rank of tp sends to ``parts`` that have equally many experts."""
+        """Return how many tokens a tp rank sends to ``parts`` groups of ranks with equally many experts."""
         top_k, others = self.num_rows // self.num_tokens, self.experts - self.experts // parts
         share = 1 - comb(others, top_k) / comb(self.experts, top_k)
         return ceil(self.num_tokens * parts * share / mesh.tp)
 
 
 def _tokens_of(node: fx.Node) -> _Tokens | None:
-    """Of a layer that sends tokens once to a rank: by its exchange of counts, or a call that reads it."""
+    """Return the routing of a layer that sends tokens once per rank, else None. ``node``: its exchange of counts, or a
+    call that reads it."""
     here = node if node.target is exchange.meet else node.all_input_nodes[-1]
     if here.target is not exchange.meet or len(here.args) == 2:
         return None
@@ -180,14 +179,14 @@ def _tokens_of(node: fx.Node) -> _Tokens | None:
 
 
 def _over_etp(node: fx.Node, phase: str) -> str:
-    """Parts as long as each other need no all-to-all to go to all ranks, and to be summed."""
+    """Return the collective over etp: shards of equal length need no all-to-all."""
     if node.target not in exchange.OF_SLOTS:
         return ALL_TO_ALL
     return ALL_GATHER if (node.target is exchange.send_slots) == (phase == "forward") else REDUCE_SCATTER
 
 
 def sent_bytes(node: fx.Node, mesh: Mesh) -> int:
-    """Bytes of the rows, or slots, that one rank of tp sends, of those that all have; the most that any does."""
+    """Return the bytes of rows or slots that one tp rank sends: its share, rounded up."""
     shape, size = list(shape_of(node)), node.meta["val"].element_size()
     if node.target in exchange.OF_SLOTS:
         slots = int(node.args[2])  # pyright: ignore[reportArgumentType]
@@ -199,29 +198,29 @@ def sent_bytes(node: fx.Node, mesh: Mesh) -> int:
 
 
 def bytes_over_ep(node: fx.Node, mesh: Mesh) -> int:
-    """Bytes that one rank of tp sends over ep, in one step or two; over etp alone, of its rows."""
+    """Return the bytes that one tp rank sends over ep, directly or by node; if only etp exists, those of its rows."""
     return sum(size for _, size in _over_ep(node, mesh)) if mesh.ep > 1 else sent_bytes(node, mesh)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Of one pp rank: how often a step gathers each unit, by phase, and the most bytes of whole weights at once."""
+    """All-gathers of weights on one pp rank: ``times`` per step by unit and phase; most bytes of full weights alive."""
 
     times: Counter[tuple[Unit, str]]
     most_bytes: int
 
 
 def weight_rows(lowered: Lowered, schedule: SchedulePlan) -> tuple[CollectivePlan, ...]:
-    """One row for each unit and phase."""
+    """Return one row for each unit of sharded weights and phase."""
     rows = []
-    for pp_rank, found in enumerate(gathered_weights(lowered, schedule.orders)):
+    for pp_rank, gathered in enumerate(gathered_weights(lowered, schedule.orders)):
         buffers, shards = lowered.shards.buffers_of_rank(pp_rank), lowered.shards
-        for ((number, index), phase), times in found.times.items():
+        for ((number, index), phase), times in gathered.times.items():
             buffer = buffers[number]
             bucket = buffer.layout.buckets[index]
             count = len(bucket.slots)
-            held = f"{count} parameters" if count > 1 else bucket.slots[0].name
-            what = f"optimizer.buffers.{shards.buffers.index(buffer)}.buckets.{index}   (weights of {held})"
+            names = f"{count} parameters" if count > 1 else bucket.slots[0].name
+            what = f"optimizer.buffers.{shards.buffers.index(buffer)}.buckets.{index}   (weights of {names})"
             size = len(bucket.world) * buffer.gather_dtype.itemsize
             over = buffer.reduced_over
             rows.append(CollectivePlan("all_gather", over, phase, what, size, times, "step", pp_rank))
@@ -229,8 +228,8 @@ def weight_rows(lowered: Lowered, schedule: SchedulePlan) -> tuple[CollectivePla
 
 
 def gathered_weights(lowered: Lowered, orders: Sequence[Order], *, evaluates: bool = False) -> list[Gathered]:
-    """Of each pp rank that runs ``orders``; nothing if no weight is sharded between its uses. ``evaluates``: weights
-    are freed after each use.
+    """Return the all-gathers of each pp rank with these ``orders``; empty if no weight is sharded between its uses.
+    ``evaluates``: weights are freed after each use.
     """
     shards, mesh = lowered.shards, lowered.decisions.mesh
     if not any(buffer.gathers for buffer in shards.buffers):
@@ -255,14 +254,14 @@ def _of_rank(order: Order, stages: Sequence[list[Visit]], shards: Shards, pp_ran
     for phase, units, ahead in _needs(order, stages, twice):
         moves = residency.need(units, ahead)
         times.update((unit, phase) for unit in moves.gathered)
-        held = sum(sizes[unit] for unit in residency.whole) + sum(sent[unit] for unit in residency.coming)
+        alive = sum(sizes[unit] for unit in residency.whole) + sum(sent[unit] for unit in residency.coming)
         residency.came(units)
-        most = max(most, held)
+        most = max(most, alive)
     return Gathered(times, most)
 
 
 def _needs(order: Order, stages: Sequence[list[Visit]], twice: bool) -> Iterator[tuple[str, Units, Units]]:
-    """(phase, units, units ahead), one after the other, of a step of a rank."""
+    """Yield (phase, units that are needed, units to gather ahead) in the order of a rank's step."""
     forwards = [action for action in order if action.kind == "F"] if twice else []
     for action in (*forwards, *order):
         if action.kind != "W":
@@ -272,11 +271,11 @@ def _needs(order: Order, stages: Sequence[list[Visit]], twice: bool) -> Iterator
 
 
 WIDE = 8  # bytes of a float64
-FIGURES = 3  # of each label: log P, whether it is the top, how often it was scored
+FIGURES = 3  # for each label: its log P, whether it has the highest, how often it was scored
 
 
 def check_scored(decisions: Decisions) -> None:
-    """Raises PlanError if the loss gives no target a probability, or a stage before that of the loss looks it up."""
+    """Raise PlanError if labels cannot be scored: logits are looked up before the last stage, or as partial sums."""
     last = decisions.stages.num_stages - 1
     for pick in decisions.scored.picks:
         if not decisions.stages.runs_on(pick.node, last):
