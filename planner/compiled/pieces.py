@@ -88,7 +88,7 @@ def decide_compiled(asked: bool, lowered: Lowered) -> Compiled:
 
 @dataclass
 class _Group:
-    """Runs that compute the same function. ``left``: indices of the nodes whose values some run returns."""
+    """Runs that compute the same function. ``left``: indices of nodes with a value that some run returns."""
 
     num_ops: int
     num_runs: int = 0

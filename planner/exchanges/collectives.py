@@ -1,8 +1,8 @@
 """The rows of a plan's collectives: every collective of a microbatch, in the order of the stages.
 
 Most are read from the traces of the lowered stages, in which ops on tensors without memory record their collectives.
-Computed here are the dispatch and combine of experts, whose number of rows depends on the routing, and the values that
-cross a stage boundary, with their gradients.
+Computed here are the dispatch and combine of experts, with a number of rows that depends on the routing, and the values
+that cross a stage boundary, with their gradients.
 
 ``bytes`` are those of the full tensor: the sum of an all-reduce, the result of an all-gather, the operand of a
 reduce-scatter. For rows of experts over ep: of this rank's own rows, which it sends and gets back for any routing; over

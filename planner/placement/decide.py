@@ -60,7 +60,7 @@ def typing_problem(
 ) -> Problem:
     """Return the possible types of every node, with their costs.
 
-    ``held``: parameter name → its type, if decided; ``freed``: representative of parameters whose override is ignored.
+    ``held``: parameter name → its type, if decided; ``freed``: representative of parameters without their override.
     Raises PlanError if an override, a decided type, or sharding of the sequence is not possible.
     """
     nodes = [n for n in program.graph.graph.nodes if n.op != "output"]

@@ -68,8 +68,8 @@ def _by_expert(rest: Sequence[fx.Node], layers: Sequence[ExpertLayer]) -> list[f
 
 
 def _too_late(part: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of ``part``, with their dependents, whose capture would change the order in which a gradient is
-    summed: they read a value after ops outside of ``part``, as a shared expert after a loop over experts.
+    """Return the nodes of ``part``, with their dependents, that would change the order of a gradient's addends if
+    captured: they read a value after ops outside of ``part``, as a shared expert after a loop over experts.
     """
     late = set[fx.Node]()
     for value in dict.fromkeys(v for node in part for v in node.all_input_nodes if v.meta.get("grad")):

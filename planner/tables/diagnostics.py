@@ -177,7 +177,7 @@ _OF_TERMS = {
 
 
 def batch_notes(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Yield diagnostics for terms whose microbatches do not add up to the global batch, exactly or not."""
+    """Yield diagnostics for terms of the loss that are not simply summed over microbatches."""
     for terms, (level, words, fix) in _OF_TERMS.items():
         for what, where in getattr(decisions.terms, terms):
             yield Diagnostic(level, words.format(what), str(where), fix or rule_of_own(what))

@@ -97,7 +97,7 @@ def unrolled(decisions: Decisions) -> Iterator[Diagnostic]:
 
 
 def inferred(decisions: Decisions) -> Iterator[Diagnostic]:
-    """Yield a note on each op and pattern whose rule was inferred by trials."""
+    """Yield a note on each op with a rule that was inferred by trials, once per pattern."""
     first: dict[tuple[str, str], fx.Node] = {}
     for node in decisions.program.graph.graph.nodes:
         if "inferred" in node.meta:
