@@ -1,5 +1,5 @@
 """Predicts bytes and seconds.
 
 Begin at `planned` for a plan and at `estimate` for a layout of the search. `cut/` counts the work of one cut,
-`liveness` and `memory` bytes, `seconds/` time; the order of imports is a contract in pyproject.toml.
+`liveness` and `memory` compute bytes, `seconds/` time; pyproject.toml fixes the order of imports.
 """

@@ -1,12 +1,12 @@
 """Seconds and bytes of one layout: the cost of a cut on a cluster.
 
-    step    the pipeline's run (planner.pipeline.clock)
-            + what of the gradients' sums is not hidden, the norm, the update, what of the gather is not hidden
-    parts   of the rank that works longest: compute, recompute, tp_comm, cp_comm, ep_comm; what messages between stages
-            add is pp_comm, and what is left of the pipeline's run its bubble. They sum to step_seconds.
+    step    run of the pipeline (planner.pipeline.clock)
+            + exposed gradient reduction + norm + update + exposed all-gather of parameters
+    parts   compute, recompute, tp_comm, cp_comm, ep_comm of the busiest rank; pp_comm is the time that messages between
+            stages add, and pp_bubble the rest of the pipeline's run. The parts sum to step_seconds.
 
-``at_least`` is cheap and never more than the cost: it assumes a perfect pipeline, and counts only work that no overlap
-can hide.
+``at_least`` is a cheap lower bound of the cost: it assumes a perfect pipeline, and counts only work that no overlap can
+hide.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ from planner.spec.spec import Spec
 
 @dataclass(frozen=True)
 class Estimate:
-    """Each part is computed when it is first read: most layouts that a search looks at do not fit.
+    """The predicted seconds and bytes of one layout, computed on first use: most layouts of a search do not fit.
 
-    ``cut``: the work of the layout's tp, cp, ep and sequence parallelism, in any number of stages and sequences.
+    ``cut``: the work for the layout's tp, cp, ep and sequence parallelism, for any stages and microbatch size.
     """
 
     cut: CutWork = field(repr=False)
@@ -47,31 +47,30 @@ class Estimate:
 
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
-        found = self.work.ranges(self.layout.sizes)
-        num_units = len(self.work.units)
-        require(found[-1][1] == num_units, f"{found[-1][1]} units are distributed out of {num_units}")
-        return found
+        ranges, num_units = self.work.ranges(self.layout.sizes), len(self.work.units)
+        require(ranges[-1][1] == num_units, f"{ranges[-1][1]} units are distributed out of {num_units}")
+        return ranges
 
     # ---- bytes
 
     @cached_property
     def holds(self) -> list[RankHolds]:
-        found, layout = [], self.layout
+        of_ranks, layout = [], self.layout
         for rank in range(layout.mesh.pp):
             own = layout.mesh.stages_of(rank)
             others = [of for stage, of in enumerate(self.ranges) if stage not in own]
-            found.append(rank_holds(self.work, [self.ranges[stage] for stage in own], others, layout, self.spec))
-        return found
+            of_ranks.append(rank_holds(self.work, [self.ranges[stage] for stage in own], others, layout, self.spec))
+        return of_ranks
 
     @cached_property
     def memory(self) -> tuple[MemoryRow, ...]:
         layout, mesh, rows = self.layout, self.layout.mesh, list[MemoryRow]()
         stages = shared_once([stage_bytes(self.work, layout, *of) for of in self.ranges], mesh)
-        for rank, held in enumerate(self.holds):
+        for rank, holds in enumerate(self.holds):
             kept = (stages[stage].kept for stage in mesh.stages_of(rank))
             at = peak_of_rank(rank, layout, stages, self.spec.pipeline.group_size)
-            rows.append(row_of(rank, at, held.lasting, kept))
-        return with_axes(rows, mesh, self.cluster, [_axes_of(held, mesh) for held in self.holds])
+            rows.append(row_of(rank, at, holds.lasting, kept))
+        return with_axes(rows, mesh, self.cluster, [_axes_of(holds, mesh) for holds in self.holds])
 
     # ---- seconds
 
@@ -101,13 +100,13 @@ class Estimate:
 
     @cached_property
     def at_least(self) -> float:
-        """Seconds that ``cost`` never falls below.
+        """A lower bound of the seconds of ``cost``.
 
-        Of each rank: its work for all microbatches, and one pass through the stages before it, forward and backward;
-        only forward if its weight gradients may fill the way back.
+        For each rank: its work for all microbatches, plus one pass through the earlier stages, forward and backward;
+        only the forward if weight gradients can fill the wait during the backward.
         """
-        layout, found, ranges = self.layout, self._units_if(1.0), self.ranges
-        until, before_it = found.until, found.forward_until if layout.waits else found.until
+        layout, units, ranges = self.layout, self._units_if(1.0), self.ranges
+        until, before_it = units.until, units.forward_until if layout.waits else units.until
         most, before = 0.0, 0.0
         for rank in range(layout.mesh.pp):
             stages = layout.mesh.stages_of(rank)
@@ -119,15 +118,14 @@ class Estimate:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """Seconds of one microbatch's forward, backward and, if the schedule has W, weight gradients on each stage,
-        without exchanges of weights and gradients in shards."""
+        """Seconds of one microbatch on each stage: forward, backward and, if the schedule has W, weight gradients;
+        without collectives of sharded weights and gradients."""
         return _costs_of(self._computing(self._units))
 
     @cached_property
     def _slower(self) -> float:
-        """The slowdown of a pipeline with processes that share cores, against one with cores of its own.
-
-        All cores are taken to be busy: the others use the time that a rank waits.
+        """The slowdown of ranks that share cores, relative to ranks with their own. Assumes that all cores are always
+        busy: other ranks use the time in which one waits.
         """
         mesh, at_once = self.layout.mesh, self.cluster.device.at_once
         if at_once is None or mesh.world_size <= at_once:
@@ -146,17 +144,17 @@ class Estimate:
         return self._units_if(self._slower)
 
     def _units_if(self, slower: float) -> WorkSeconds:
-        """The same for all meshes with the same links under the axes on which the units communicate."""
+        """Return the seconds of the units, cached by the links of the axes that they communicate over."""
         work, kind, waits, cluster = self.work, self.layout.recompute, self.layout.waits, self.cluster
         axes = work.cache.get(("axes", kind))
         if axes is None:
             axes = work.cache["axes", kind] = _axes(work, kind)
         mesh = self.layout.mesh
         key = ("seconds", slower, kind, waits, id(cluster), *(group(mesh, axis, cluster) for axis in axes))  # pyright: ignore
-        found = work.cache.get(key)
-        if found is None:
-            found = work.cache[key] = (WorkSeconds(work, kind, Pricing(mesh, cluster, slower), waits=waits), cluster)
-        return found[0]  # pyright: ignore
+        cached = work.cache.get(key)
+        if cached is None:  # with the cluster, which stays alive as long as its id() is a key
+            cached = work.cache[key] = (WorkSeconds(work, kind, Pricing(mesh, cluster, slower), waits=waits), cluster)
+        return cached[0]  # pyright: ignore
 
     def _computing(self, units: WorkSeconds) -> list[UnitSeconds]:
         return [units.stage(*of) for of in self.ranges]
@@ -183,7 +181,7 @@ class Estimate:
     def _run(self, *, messages: bool) -> ClockRun:
         overlap, placed_by, delays = self.cluster.overlap, _costs_of(self._stages), None
         forward, backward, weights = (list(side) for side in placed_by)
-        if messages:  # the part that does not overlap computation is the sender's time
+        if messages:  # the part that does not overlap computation delays the sender
             for index, (there, back) in enumerate(zip(*self._messages, strict=True)):
                 forward[index] += (1 - overlap) * there
                 backward[index + 1] += (1 - overlap) * back
@@ -194,7 +192,7 @@ class Estimate:
     def _clock(
         self, placed_by: StageCosts, costs: StageCosts, delays: Delays | None = None, *, group_size: int
     ) -> ClockRun:
-        """The pipeline, by the seconds of its stages; ``placed_by``: those by which its W are put."""
+        """Run the pipeline with the ``costs`` of its stages; ``placed_by``: the costs that place its W."""
         layout = self.layout
         mesh, count, kind = layout.mesh, layout.num_microbatches, layout.schedule
         if layout.by_hand:
@@ -206,7 +204,7 @@ class Estimate:
 
     @property
     def _num_counted(self) -> int:
-        """Microbatches with a forward more, for the sums of the loss."""
+        """The number of microbatches with an additional forward, which counts sums of the loss."""
         count = self.layout.num_microbatches
         return count if self.work.reads_global_sums and count > 1 else 0
 
@@ -218,7 +216,7 @@ class Estimate:
         return total
 
     def _counting(self) -> float:
-        """Seconds of the forwards that only count sums: all stages once, then the slowest rank again and again."""
+        """Return the seconds of the counting forwards: all stages once, then the slowest rank for each further one."""
         mesh, forward = self.layout.mesh, [stage.forward.total for stage in self._stages]
         slowest = max(sum(forward[s] for s in mesh.stages_of(rank)) for rank in range(mesh.pp))
         return sum(forward) + (self._num_counted - 1) * slowest if self._num_counted else 0.0
@@ -235,12 +233,12 @@ class Estimate:
 
 
 def _axes_of(holds: RankHolds, mesh: Mesh) -> set[str]:
-    """Over which its buffers are exchanged."""
-    found = set[str]()
+    """Return the axes over which the buffers of a rank are reduced, gathered or updated."""
+    axes = set[str]()
     for b in holds.buffers:
         tied, updated = "" if b.tied else None, b.shared_by if b.matrices else ""
-        found |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.zero == 3, matrices=updated)
-    return found
+        axes |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.zero == 3, matrices=updated)
+    return axes
 
 
 def _costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
@@ -248,7 +246,7 @@ def _costs_of(stages: Sequence[UnitSeconds]) -> StageCosts:
 
 
 def _axes(work: CutWork, kind: str) -> tuple[str, ...]:
-    """Over which the units of ``work`` exchange."""
+    """Return the axes over which the units of ``work`` communicate."""
     units = {id(unit): unit for unit in work.units}.values()
     phases = [unit.again[kind] for unit in units]
     phases += [phase for part in (*units, *work.shared) for phase in (part.work.forward, part.work.backward)]

@@ -1,11 +1,11 @@
-"""Bytes on one rank of each pipeline rank that only evaluates: parameters, and the forward of one microbatch.
+"""Predicted bytes on one rank of each pp rank that only evaluates: parameters, and the forward of one microbatch.
 
-parameters      the rank's parts, without the padding of gradient buffers; with zero 3 its shards of them; the model's
+parameters      the rank's shards, without the padding of gradient buffers; with zero 3 its ZeRO shards; the model's
                 own buffers and constants
-activations     at the peak of a forward without autograd: a value lives until its last reader. Of the stage of the
-                loss the larger of two: with the loss alone, and with the scores of its labels, which stay
-communication   messages between stages: received ahead, sent and not known to be taken over, handed over on this rank
-whole           with zero 3: full weights at once
+activations     at the peak of a forward without autograd: a value lives until its last reader. On the stage of the
+                loss the larger of two: of the loss alone, and with the scores of labels, which are kept
+communication   messages between stages: received ahead, sent and not known to be consumed, kept on this rank
+whole           with zero 3: peak bytes of full weights
 """
 
 from contextlib import suppress
@@ -28,7 +28,7 @@ from planner.trace.trace import StageTrace
 
 
 def evaluation_memory(lowered: Lowered, schedule: SchedulePlan) -> tuple[MemoryRow, ...]:
-    """One row for each pp rank, of ``Engine(plan, mode="evaluate")``."""
+    """Return one row for each pp rank of ``Engine(plan, mode="evaluate")``."""
     decisions, shards = lowered.decisions, lowered.shards
     orders = tuple(tuple(action for action in order if action.kind == "F") for order in schedule.orders)
     forwards = [_forward(lowered, stage, schedule) for stage in range(lowered.num_stages)]
@@ -40,7 +40,7 @@ def evaluation_memory(lowered: Lowered, schedule: SchedulePlan) -> tuple[MemoryR
 
     for rank in range(decisions.mesh.pp):
         chunks = [StageBytes(0, 0, forwards[stage], 0) for stage in decisions.mesh.stages_of(rank)]
-        alone = len(chunks) == 1  # then a rank waits for its earlier message first (runtime.pipeline.executor)
+        alone = len(chunks) == 1  # such a rank first waits for its previous send (runtime.pipeline.executor)
         own = RankMessages(orders, rank, len(forwards), fold)
         most = peak(orders[rank], chunks, under_way(own, sent, sent, handed=sent, waits=alone))
         parameters, whole = _parameters(decisions, shards, rank), gathered[rank].most_bytes
@@ -54,15 +54,15 @@ def _parameters(decisions: Decisions, shards: Shards, rank: int) -> int:
     buffers = buffers if any(buffer.gathers for buffer in buffers) else ()
     laid_out = {name for buffer in buffers for name in buffer.by_name}
     others = {p.fqn: p for p in parameters_of_rank(decisions, rank) if p.fqn not in laid_out}  # a tied one once
-    held = sum(prod(p.shape) * p.dtype.itemsize for p in others.values())
-    return held + sum(buffer.parameter_bytes for buffer in buffers) + registered_bytes(decisions, rank)
+    unsharded = sum(prod(p.shape) * p.dtype.itemsize for p in others.values())
+    return unsharded + sum(buffer.parameter_bytes for buffer in buffers) + registered_bytes(decisions, rank)
 
 
 def _forward(lowered: Lowered, stage: int, schedule: SchedulePlan) -> int:
-    """The most bytes at once in a forward of one microbatch, with received values and scores of earlier ones."""
+    """Return the peak bytes of a forward of one microbatch, with received values and the scores of earlier ones."""
     peaks = [_peak(lowered.trace(stage), lowered)]
     if stage == lowered.num_stages - 1:
-        with suppress(PlanError):  # of a loss that gives no label a probability, and is only evaluated
+        with suppress(PlanError):  # labels of such a loss cannot be scored, so it is only evaluated
             check_scored(lowered.decisions)
             earlier = (schedule.num_microbatches - 1) * _scores(lowered.decisions)
             peaks.append(_peak(lowered.scoring_trace(), lowered) + earlier)
@@ -70,7 +70,7 @@ def _forward(lowered: Lowered, stage: int, schedule: SchedulePlan) -> int:
 
 
 def _scores(decisions: Decisions) -> int:
-    """Bytes of the scores of one microbatch, which are held until the batch is done."""
+    """Return the bytes of the scores of one microbatch, which are kept until the end of the batch."""
     (labels,) = (name for name, key in decisions.program.inputs.items() if key == decisions.scored.key)
     return FIGURES * WIDE * decisions.program.node(labels).meta["val"].numel()
 

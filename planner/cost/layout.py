@@ -1,11 +1,11 @@
-"""One layout: the choices that a search varies and a plan fixes.
+"""A layout, the choices that a search varies and a plan fixes, and the predicted seconds of its step.
 
-Seconds of a step, by cause; the parts sum to ``step_seconds``.
+The seconds of a step by cause, which sum to ``step_seconds``:
 
-compute, recompute, tp_comm, cp_comm, ep_comm     of the rank that works longest, all its microbatches; collectives
-                                                  that overlap computation count as far as it waits for them
+compute, recompute, tp_comm, cp_comm, ep_comm     of the busiest rank, for all its microbatches; of collectives that
+                                                  overlap computation, the exposed time
 pp_comm, pp_bubble      time that messages between stages add to the pipeline, and the rest of its run
-dp_comm, optimizer      the end of a step: sums and gathers that nothing hides, and the update
+dp_comm, optimizer      the end of a step: exposed reductions and all-gathers, and the update
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from planner.pipeline.kinds import KINDS
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``micro``: sequences of a microbatch; ``num_microbatches`` of one dp rank in a step. ``schedule``: its kind;
-    ``by_hand``: its actions, if they follow from no kind.
+    """The choices of a layout. ``micro``: sequences of a microbatch; ``num_microbatches``: of one dp rank in a step.
+    ``schedule``: its kind; ``by_hand``: the order of each rank, for a schedule of no kind.
 
-    ``recompute``: none, full or selective, for all blocks alike. ``sizes``: blocks of each stage.
-    ``zero``: what the ranks of dp keep shards of; ``reshards``: weights are freed after each use.
+    ``recompute``: none, full or selective, for all blocks. ``sizes``: blocks of each stage. ``zero``: the ZeRO stage;
+    ``reshards``: weights are freed after each use.
     """
 
     mesh: Mesh
@@ -42,11 +42,11 @@ class Layout:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of weights are actions of their own."""
+        """Whether weight gradients are separate actions (W)."""
         return KINDS[self.schedule].waits if not self.by_hand else self.by_hand[0] != without_weights(self.by_hand[0])
 
 
-PARTS = {  # in words
+PARTS = {  # field of CostPlan → its name in texts
     "compute": "compute",
     "recompute": "recompute",
     "tp_comm": "tp collectives",
@@ -57,16 +57,16 @@ PARTS = {  # in words
     "dp_comm": "dp collectives",
     "optimizer": "update",
 }
-OWN = 0.2  # share of an estimate's uncertainty that another layout does not have
+OWN = 0.2  # share of an estimate's uncertainty that is independent of other layouts
 
 
 @dataclass(frozen=True, slots=True)
 class CostPlan:
-    """Estimated seconds of one step, by cause; ``step_seconds`` is their total as the critical path sees it.
+    """Estimated seconds of one step, by cause; ``step_seconds`` is their sum.
 
-    ``flops``: operations of products that one device does in it, without recomputation; ``peak``: those that
-    its data sheet allows it in a second, of the dtype that does most of them. 0: not known. ``uncertain``: seconds by
-    which a real step may be faster or slower, by the cluster file.
+    ``flops``: FLOPs of products on one device in a step, without recomputation; ``peak``: FLOP/s in the device's data
+    sheet for the dtype with most of them; 0: unknown. ``uncertain``: seconds by which a real step may be faster or
+    slower, according to the cluster file.
     """
 
     step_seconds: float
@@ -88,17 +88,17 @@ class CostPlan:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Seconds between which a step is expected."""
+        """The expected least and most seconds of a step."""
         return max(0.0, self.step_seconds - self.uncertain), self.step_seconds + self.uncertain
 
     def with_range(self, uncertainty: Uncertainty) -> CostPlan:
-        """The errors of a kind of work go in one direction, so that they add up."""
+        """Return the cost with its uncertainty. Errors of one kind of work have one direction, so they add up."""
         return replace(self, uncertain=sum(_fraction(part, uncertainty) * getattr(self, part) for part in PARTS))
 
 
 def is_as_fast(one: CostPlan, other: CostPlan, uncertainty: Uncertainty) -> bool:
-    """Whether the difference of two layouts is less than what is known about it: errors of work that both have are
-    the same in both, but for a fifth of them, which differ from layout to layout.
+    """Whether the difference of two layouts is within its uncertainty. Errors of work that both do cancel, except for
+    the share ``OWN``, which is independent.
     """
     unknown = sum(_fraction(part, uncertainty) * abs(getattr(one, part) - getattr(other, part)) for part in PARTS)
     return abs(one.step_seconds - other.step_seconds) <= unknown + OWN * min(one.uncertain, other.uncertain)

@@ -1,11 +1,11 @@
-"""One forward and one backward of a stage on a rank, call by call: how many bytes live at once.
+"""The live bytes of one forward and one backward of a stage on a rank, call by call.
 
-    forward     a value lives until its last reader, or until the backward where autograd keeps it
-    backward    what is kept lives until the backward of its last keeper; a gradient from the first reader's backward on
-                until that of the call that made the value
+    forward     a value lives until its last reader, or until the backward if autograd saves it
+    backward    a saved tensor lives until the backward of the last call that saved it; a gradient from the backward of
+                the first reader of its value until that of the call that computed the value
 
-The order is that of autograd: later calls first. Received values live until the stage's backward is done. If weight
-gradients wait for a W, the saved tensors of their products and the gradients of their results live until it.
+Backwards run in the order of autograd: later calls first. Received values live until the end of the stage's backward.
+If weight gradients wait for a W, the saved tensors of their products and the gradients of their results live until it.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from planner.trace.trace import LetGo, StageTrace, TraceCall
 
 
 class Walked(NamedTuple):
-    """``forward``, ``backward``: the number of each call as they come, and the most bytes that live while it runs."""
+    """The bytes of a stage; for ``forward`` and ``backward``, (index of a call, peak live bytes while it runs)."""
 
     bytes: StageBytes
     forward: list[tuple[int, int]]
@@ -30,8 +30,8 @@ class Walked(NamedTuple):
 def walked(
     trace: StageTrace, after_blocks: frozenset[str] = frozenset(), later: frozenset[int] = frozenset()
 ) -> Walked:
-    """``after_blocks``: names of calls after the last block. ``later``: numbers of the calls with weight gradients that
-    a W computes.
+    """Return the live bytes of a stage. ``after_blocks``: names of calls after the last block; ``later``: indices of
+    the calls with weight gradients that a W computes.
     """
     held, kept = held_between(trace)
     forward, ran = list(forward_live(trace, held)), Backward(trace, kept, later)
@@ -52,7 +52,7 @@ def walked(
 
 
 def held_between(trace: StageTrace) -> tuple[set[int], int]:
-    """Memory that is held between forward and backward, and its bytes, hidden tensors included."""
+    """Return the memory that lives between forward and backward, and its bytes with hidden tensors."""
     held = set(trace.kept) | set(trace.received.values())
     for block in trace.let_go:
         held = (held - block.memory) | block.sources
@@ -61,7 +61,7 @@ def held_between(trace: StageTrace) -> tuple[set[int], int]:
 
 
 def saved_last(trace: StageTrace, after_blocks: frozenset[str]) -> tuple[set[int], list[TraceCall]]:
-    """The calls after the last block, and memory that they make and save, without what is made earlier."""
+    """Return the memory that calls after the last block allocate and save, and these calls."""
     last = [call for call in trace.calls if not call.names.isdisjoint(after_blocks)]
     earlier = {m for call in trace.calls if call.names.isdisjoint(after_blocks) for m in call.makes}
     made = {m for call in last for m in call.makes} - earlier - trace.outside
@@ -69,7 +69,7 @@ def saved_last(trace: StageTrace, after_blocks: frozenset[str]) -> tuple[set[int
 
 
 def after_blocks(decisions: Decisions) -> list[str]:
-    """The calls that stand after the last block: a final norm, the head, the loss. None if there are no blocks."""
+    """Return the names of the calls after the last block: a final norm, the head, the loss; [] without blocks."""
     block_of = decisions.blocks.block_of()
     calls = [node.name for node in decisions.program.graph.graph.nodes if node.op == "call_function"]
     last = max((at for at, name in enumerate(calls) if name in block_of), default=len(calls))
@@ -77,7 +77,7 @@ def after_blocks(decisions: Decisions) -> list[str]:
 
 
 def forward_live(trace: StageTrace, held: set[int]) -> Iterator[tuple[int, int]]:
-    """Call by call: its number, and the most bytes that live during its forward."""
+    """Yield (index of a call, peak live bytes during its forward). ``held``: memory that outlives the forward."""
     last_read = {m: at for at, call in enumerate(trace.calls) for m in (*call.reads, *call.makes)}
     last_read |= {m: block.end for block in trace.let_go for m in block.memory}
     ends = {block.end: block for block in trace.let_go}
@@ -101,22 +101,23 @@ def forward_live(trace: StageTrace, held: set[int]) -> Iterator[tuple[int, int]]
 
 
 def _rerun(trace: StageTrace, block: LetGo) -> int:
-    """The most bytes that are made and live at once while a block is recomputed, beside its sources."""
+    """Return the peak live bytes while a block is recomputed, without its sources."""
     calls = [trace.calls[at] if at in block.inside else replace(trace.calls[at], hidden=()) for at in block.again]
-    given = {str(m): m for m in block.sources}
-    alone = replace(trace, calls=calls, received=given, sent={}, let_go=())
+    received = {str(m): m for m in block.sources}
+    alone = replace(trace, calls=calls, received=received, sent={}, let_go=())
     sources = sum(trace.bytes_of[m] for m in block.sources)
     return max((most for _, most in forward_live(alone, {*block.memory, *block.sources})), default=sources) - sources
 
 
 class Backward:
-    """Owns the gradients that wait: of each value the memory that its gradient lies in, and how many lie there."""
+    """The walk over the backward of a stage. ``gradient_of``: value → the memory of its pending gradient; ``owners``:
+    how many gradients share a memory; ``sizes``: its bytes."""
 
     def __init__(self, trace: StageTrace, kept: int, later: frozenset[int] = frozenset()) -> None:
         self.trace, self.later = trace, later
         self.kept_aside: set[int] = set()
         self.given_aside: set[int] = set()
-        self.hidden_aside: set[int] = set()  # numbers of calls
+        self.hidden_aside: set[int] = set()  # indices of calls
         self.rerun_at = {block.reads: block for block in trace.let_go}
         self.sizes: list[int] = []
         self.owners = Counter[int]()
@@ -128,7 +129,7 @@ class Backward:
         self.first_reader = {v: at for at, call in reversed(list(enumerate(trace.calls))) for v in call.operands}
 
     def run(self) -> Iterator[tuple[int, int]]:
-        """Call by call, the last first: its number, and the most bytes that live while its backward runs."""
+        """Yield (index of a call, peak live bytes while its backward runs), the last call first."""
         self._start()
         for at in reversed(range(len(self.trace.calls))):
             call = self.trace.calls[at]
@@ -136,7 +137,7 @@ class Backward:
             yield at, max(again, self._call(at, call))
 
     def _start(self) -> None:
-        """Gradients of sent values come from the next stage; that of the loss is one number."""
+        """Add the gradients that the next stage sends for this stage's outputs, or the gradient of the loss."""
         sent = set(self.trace.sent.values())
         for value in self.trace.values:
             if value.memory in sent and value.like.requires_grad and value.memory not in self.trace.outside:
@@ -148,15 +149,15 @@ class Backward:
                 self._give(number, self._new(self.trace.values[number].like.bytes))
 
     def _call(self, at: int, call: TraceCall) -> int:
-        """The most bytes that live while the backward of ``call`` runs."""
-        given = [self.gradient_of.get(number) for number in call.results]
+        """Run the backward of ``call``; return the peak live bytes."""
+        incoming = [self.gradient_of.get(number) for number in call.results]
         if at in self.later:
-            self._put_aside(at, call, given)
-        first = next((g for g in given if g is not None), None)
+            self._put_aside(at, call, incoming)
+        first = next((g for g in incoming if g is not None), None)
         most = self.live
         gradients = self._gradients(call)
         overwrites = first is not None and any(g is not None and g.is_kept for g in gradients)
-        if overwrites:  # its saved tensor lives on as a gradient
+        if overwrites:  # the backward writes a gradient into the saved tensor
             self._release(at, call)
         if first is not None:
             most += call.seen.backward_peak
@@ -166,7 +167,7 @@ class Backward:
         most = max(most, self.live)
         for number in call.results:
             self._drop(number)
-        for number in call.operands:  # a parameter's gradient goes into its buffer once all its readers are done
+        for number in call.operands:  # a parameter's gradient is added to its buffer after its last reader
             if self.trace.values[number].memory in self.trace.outside and self.first_reader[number] == at:
                 self._drop(number)
         if not overwrites:
@@ -179,10 +180,10 @@ class Backward:
         hidden = sum(sum(self.trace.calls[at].hidden) for at in self.hidden_aside)
         return kept + hidden + sum(self.sizes[g] for g in self.given_aside)
 
-    def _put_aside(self, at: int, call: TraceCall, given: Sequence[int | None]) -> None:
-        """A deferred call holds its saved tensors, and the gradients of its results, beyond this backward."""
+    def _put_aside(self, at: int, call: TraceCall, incoming: Sequence[int | None]) -> None:
+        """Keep the saved tensors of a deferred call, and the gradients of its results, until its W."""
         self.hidden_aside.add(at)
-        for memory in given:
+        for memory in incoming:
             if memory is not None and memory not in self.given_aside:
                 self.given_aside.add(memory)
                 self._hold(memory)
@@ -192,7 +193,7 @@ class Backward:
                 self.keepers[m] += 1
 
     def _run_again(self, block: LetGo) -> int:
-        """The most bytes that live while a block is recomputed; its freed memory is allocated again."""
+        """Recompute a block, which allocates its freed memory; return the peak live bytes."""
         most = self.live + _rerun(self.trace, block)
         self.live += sum(self.trace.bytes_of[m] for m in block.memory)
         self.live += sum(sum(self.trace.calls[at].hidden) for at in block.inside)
@@ -222,7 +223,7 @@ class Backward:
         return len(self.sizes) - 1
 
     def _give(self, number: int, memory: int) -> None:
-        """Add to the gradient of a value, in its own memory if no other value shares it, else in the addend's."""
+        """Add ``memory`` to the gradient of a value: in place, unless other values share the gradient's memory."""
         before = self.gradient_of.get(number)
         if before is None:
             self._hold(memory)

@@ -1,10 +1,10 @@
-"""Bytes on one rank of each pipeline rank, by category, before anything is allocated.
+"""Predicted bytes on one rank of each pp rank, by category.
 
-parameters, gradients   the buffers that the runtime allocates, padding and all; frozen parameters, and the model's own
+parameters, gradients   the buffers that the runtime allocates, with padding; frozen parameters, and the model's own
                         buffers and constants
-optimizer               two moments, or the values that another update rule keeps; a mean of the weights with
-                        ``optimizer.ema``; a float32 main parameter and gradient if the buffers are less precise. Under
-                        ZeRO-1 of this rank's shard alone
+optimizer               two moments, or the state of another update rule; a mean of the weights with ``optimizer.ema``;
+                        float32 main parameters and gradients if the buffers are less precise. With ZeRO-1, of this
+                        rank's shard alone
 
 parameters, gradients     not sharded     ZeRO-1 over d ranks, bytes an element
 half, half                    20          4 + 16/d
@@ -12,24 +12,24 @@ half, float32                 18          6 + 12/d
 float32, float32              16          8 + 8/d
 
 activations             saved tensors of all microbatches in flight at the peak (planner.trace,
-                        planner.pipeline.ledger), and tensors that wait for a W: inputs of products with weights,
+                        planner.pipeline.ledger), and tensors that are kept for a W: inputs of products with weights,
                         gradients of their results
-logits                  the part of it after the last block, kept apart: final norm, head and loss
-working                 other memory of the forward or backward that runs at that moment: values that are
-                        read once more, gradients, insides of ops, gathered values
-communication           messages between stages that are under way then
-whole                   with zero 2 and 3: full gradients, and weights, of the blocks that a rank is at
+logits                  saved tensors after the last block, listed separately: final norm, head and loss
+working                 other memory of the forward or backward at the peak: temporary values, gradients, internal
+                        tensors of ops, gathered values
+communication           messages between stages at that moment
+whole                   with zero 2 and 3: full gradients, and weights, of the blocks that are running
                         (planner.cost.whole)
-graph_buffers           the static inputs, outputs and gradients of CUDA graphs, all slots; of a full
-                        iteration its messages too
-slack                   of the allocator: ``SLACK`` of all that comes and goes (activations to whole); on a cluster at
-                        least ``device.slack`` of all tensors, those that stay included: gaps lie between them
-device                  if the cluster file has figures: the context of the driver and its libraries, and a communicator
-                        for each process group of the rank, by the outermost link that it crosses: all ranks; each axis,
-                        those of experts that have other ranks too, and dp-cp beside dp and cp; further axes over which
-                        its buffers are exchanged; each neighbour in the pipeline, by direction
+graph_buffers           the static inputs, outputs and gradients of CUDA graphs, for all slots; for a full-iteration
+                        graph also the messages
+slack                   of the allocator: ``SLACK`` of all temporary memory (activations to whole); on a cluster at
+                        least ``device.slack`` of all tensors, because permanent tensors fragment memory too
+device                  if the cluster file has these figures: the context of the driver and its libraries, and a
+                        communicator for each process group of the rank, by the outermost link that it crosses. Groups:
+                        all ranks; each axis, with dp-cp, and axes of experts if their ranks differ; further axes over
+                        which its buffers are exchanged; each neighbour in the pipeline, by direction
 
-NCCL holds buffers for each channel and neighbour of a communicator, whatever is sent through it.
+NCCL allocates buffers for each channel and neighbour of a communicator, even if nothing is sent.
 """
 
 from collections import Counter
@@ -63,17 +63,17 @@ from planner.sharding.shards import Shards, sums_of
 from planner.spec.update_rules import MATRIX_RULES
 from planner.trace.lowered import Lowered
 
-SLACK = 0.05  # blocks that the allocator rounds up or cannot join
+SLACK = 0.05  # for blocks that the allocator rounds up or cannot merge
 LASTING = ("parameters", "gradients", "optimizer")
 PARTS = (*LASTING, "activations", "logits", "working", "communication", "whole", "graph_buffers", "slack", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes on one rank of ``pp_rank``. ``total`` is their sum; left out, it is filled in.
+    """Bytes on one rank of ``pp_rank``. ``total``: their sum, filled in by default.
 
-    ``peak``: the action at which they are the most, such as ``F5.1``: forward of microbatch 5 on chunk 1.
-    ``of_microbatch``: bytes that autograd saves of one microbatch, chunk by chunk.
+    ``peak``: the action with the most bytes, such as ``F5.1``: forward of microbatch 5 on chunk 1. ``of_microbatch``:
+    saved bytes of one microbatch, by chunk.
     """
 
     pp_rank: int
@@ -102,7 +102,7 @@ class MemoryRow:
 def memory_rows(
     lowered: Lowered, schedule: SchedulePlan, slots: Sequence[GraphSlots], cluster: Cluster | None
 ) -> tuple[MemoryRow, ...]:
-    """One row for each pp rank, on a device of ``cluster``."""
+    """Return one row for each pp rank, on a device of ``cluster``."""
     decisions, shards = lowered.decisions, lowered.shards
     after, stages = frozenset(after_blocks(decisions)), list[StageBytes]()
     for index in range(decisions.stages.num_stages):
@@ -133,8 +133,8 @@ def memory_rows(
 def _peak(
     orders: Sequence[Order], rank: int, stages: Sequence[StageBytes], shards: Shards, fold: Fold, stands_still: bool
 ) -> Peak:
-    """``orders``: the actions of every rank; ``stages``: of every stage. ``stands_still``: messages lie in buffers that
-    are counted elsewhere, received values too.
+    """Return the peak of ``rank``. ``orders`` of all ranks, ``stages``: bytes of all stages. ``stands_still``: messages
+    and received values are in static buffers, which are counted elsewhere.
     """
     pp, count = len(orders), len(stages)
     own = [(stages[stage], received_by("F", stage, 0)) for stage in stages_of(rank, pp, count, fold)]
@@ -152,16 +152,16 @@ def _peak(
 
 
 def shared_once(stages: Sequence[StageBytes], mesh: Mesh) -> list[StageBytes]:
-    """A stage that follows another on the same rank receives its tensors, no copies: kept bytes of both count once."""
-    found = list(stages[:1])
+    """Count saved tensors once if two consecutive stages are on one rank: the later one receives no copies."""
+    counted = list(stages[:1])
     for index, (before, stage) in enumerate(pairwise(stages), 1):
         copies = received_by("F", index, 0).crosses(len(stages), mesh.pp, mesh.fold)
-        found.append(stage if copies else stage.without(before.passed_on))
-    return found
+        counted.append(stage if copies else stage.without(before.passed_on))
+    return counted
 
 
 class Lasting(NamedTuple):
-    """Bytes on a rank at any time; ``whole``: of full weights and gradients at once, if ranks keep shards of them."""
+    """Permanent bytes of a rank; ``whole``: peak bytes of full weights and gradients, if ranks keep shards of them."""
 
     parameters: int
     gradients: int
@@ -172,8 +172,8 @@ class Lasting(NamedTuple):
 def row_of(
     rank: int, at: Peak, lasting: Lasting, kept: Iterable[float], *, static: int = 0, update: int = 0
 ) -> MemoryRow:
-    """``kept``: of a microbatch, chunk by chunk. ``static``: of graph buffers. ``update``: of the update, during
-    which nothing of a microbatch is held.
+    """Return the memory row of a pp rank. ``kept``: saved bytes of a microbatch, by chunk; ``static``: graph buffers;
+    ``update``: temporary bytes of the optimizer update, when no microbatch is in flight.
     """
     passing = round(at.total) + lasting.whole
     more = max(0, update - passing)
@@ -193,16 +193,16 @@ def row_of(
 
 
 def _lasting(decisions: Decisions, shards: Shards, rank: int, whole: int) -> Lasting:
-    buffers, held = shards.buffers_of_rank(rank), parameters_of_rank(decisions, rank)
+    buffers, local = shards.buffers_of_rank(rank), parameters_of_rank(decisions, rank)
     laid_out = {name for buffer in buffers for name in buffer.by_name}
-    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in held if p.fqn not in laid_out)
+    frozen = sum(prod(p.shape) * p.dtype.itemsize for p in local if p.fqn not in laid_out)
     parameters = frozen + registered_bytes(decisions, rank) + sum(b.parameter_bytes for b in buffers)
     gradients, optimizer = (sum(getattr(b, part) for b in buffers) for part in ("gradient_bytes", "optimizer_bytes"))
     return Lasting(parameters, gradients, optimizer, whole)
 
 
 def update_bytes(decisions: Decisions, shards: Shards, rank: int) -> int:
-    """The most bytes at once that the update of a rank's weights needs beside them."""
+    """Return the peak of temporary bytes in the update of a rank's weights."""
     buffers = shards.buffers_of_rank(rank)
     homes = [homes_of(buffer, decisions.mesh, decisions.rules) for buffer in buffers]
     of_matrices = [home.update_bytes for home in homes if home is not None]
@@ -210,7 +210,7 @@ def update_bytes(decisions: Decisions, shards: Shards, rank: int) -> int:
 
 
 def registered_bytes(decisions: Decisions, rank: int) -> int:
-    """The model's own buffers and constants on each stage of a rank."""
+    """Return the bytes of the model's own buffers and constants on the stages of a rank."""
     program, stages, own = decisions.program, decisions.stages, decisions.mesh.stages_of(rank)
     return sum(
         value_bytes(program.node(name)) * sum(stage in stages.parameter_stages[name] for stage in own)
@@ -223,7 +223,7 @@ _TIED = "embedding"
 
 
 def device_bytes(mesh: Mesh, cluster: Cluster, pp_rank: int = 0, further: Collection[str] = ()) -> int:
-    """Of one rank of ``pp_rank``. ``further``: the axes of the exchanges of its buffers."""
+    """Return the device bytes of one rank of ``pp_rank``. ``further``: axes over which its buffers are exchanged."""
     own = _axes_of_groups(mesh)
     axes = (*own, *sorted({*further} - {*own, *EXPERT_AXES}))
     groups = ("pp" if axis.startswith(_TIED) else axis.removesuffix(OF_WEIGHTS) for axis in axes)
@@ -235,7 +235,7 @@ def device_bytes(mesh: Mesh, cluster: Cluster, pp_rank: int = 0, further: Collec
 
 @lru_cache(maxsize=1 << 12)
 def _axes_of_groups(mesh: Mesh) -> tuple[str, ...]:
-    """Each once: an axis of experts with the ranks of a dense one is that group."""
+    """Return the axes with a process group; an expert axis with the ranks of a dense axis shares that group."""
     dense = {"etp": "tp", "edp": mesh.data_axis}
     experts = EXPERT_AXES if mesh.has_expert_axes else {}
     ranks = {axis: mesh.expert.group_of(token, 0) for axis, token in experts.items()}
@@ -245,43 +245,43 @@ def _axes_of_groups(mesh: Mesh) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def _links_of_pipeline(mesh: Mesh) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-    """Both pp ranks of each link of a pipeline, and two of their ranks."""
+    """Return for each link of a pipeline its two pp ranks, and the first global rank of each."""
     firsts = [mesh.rank_of(pp=rank) for rank in range(mesh.pp)]
-    found = links(mesh.pp, mesh.vpp, mesh.fold)
-    return tuple(((a, b), (firsts[a], firsts[b])) for a, b, _ in found)
+    return tuple(((a, b), (firsts[a], firsts[b])) for a, b, _ in links(mesh.pp, mesh.vpp, mesh.fold))
 
 
 def exchange_axes(mesh: Mesh, over: str, tied: str | None, *, gathers: bool, matrices: str) -> set[str]:
-    """Of one buffer. ``tied``: stages that share it; None: no other one does. ``matrices``: the axis of its updates."""
-    found = {over, *([over + OF_WEIGHTS] if gathers else ()), *((SHARD, REPLICA) if mesh.replica > 1 else ())}
-    return found | ({_TIED + tied} if tied is not None else set()) | ({matrices} if matrices else set())
+    """Return the axes over which a buffer is exchanged. ``over``: of its gradient reduction; ``tied``: the stages that
+    share it, or None; ``matrices``: the axis that shares its matrix updates, or ""."""
+    axes = {over, *([over + OF_WEIGHTS] if gathers else ()), *((SHARD, REPLICA) if mesh.replica > 1 else ())}
+    return axes | ({_TIED + tied} if tied is not None else set()) | ({matrices} if matrices else set())
 
 
 def on_device(
     rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster | None, buffers: Iterable[Buffer] = ()
 ) -> tuple[MemoryRow, ...]:
-    """``rows`` with these bytes; as they are without a cluster. ``buffers``: of all pp ranks."""
+    """Return ``rows`` with device bytes and slack; unchanged without a cluster. ``buffers``: of all pp ranks."""
     return tuple(rows) if cluster is None else with_axes(rows, mesh, cluster, _axes_of_buffers(buffers, mesh))
 
 
 def with_axes(
     rows: Sequence[MemoryRow], mesh: Mesh, cluster: Cluster, further: Sequence[Collection[str]]
 ) -> tuple[MemoryRow, ...]:
-    """The same by the axes over which the buffers of each pp rank are exchanged."""
-    share, found = cluster.device.slack_share, []
+    """Return ``rows`` with device bytes and slack. ``further``: by pp rank, the axes that its buffers use."""
+    share, complete = cluster.device.slack_share, []
     of_rank = [device_bytes(mesh, cluster, rank, axes) for rank, axes in enumerate(further)]
     for row in rows:
         tensors, device = row.total - row.slack, of_rank[row.pp_rank]
         slack = max(row.slack, ceil(share * tensors))
-        found.append(replace(row, device=device, slack=slack, total=tensors + slack + device))
-    return tuple(found)
+        complete.append(replace(row, device=device, slack=slack, total=tensors + slack + device))
+    return tuple(complete)
 
 
 def _axes_of_buffers(buffers: Iterable[Buffer], mesh: Mesh) -> list[set[str]]:
-    """By pp rank: the axes over which its buffers are summed, gathered or updated."""
-    found: list[set[str]] = [set() for _ in range(mesh.pp)]
+    """Return, by pp rank, the axes over which its buffers are reduced, gathered or updated."""
+    axes: list[set[str]] = [set() for _ in range(mesh.pp)]
     for b in buffers:
         matrices = b.rule in MATRIX_RULES and shared_over(b.parameters[0], mesh, sharded=b.layout.num_ranks > 1)
         tied = str(b.tied_stages) if _TIED in sums_of(b, mesh) else None
-        found[b.pp_rank] |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.gathers, matrices=matrices or "")
-    return found
+        axes[b.pp_rank] |= exchange_axes(mesh, b.reduced_over, tied, gathers=b.gathers, matrices=matrices or "")
+    return axes

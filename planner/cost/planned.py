@@ -1,11 +1,11 @@
-"""What a plan, and a search, count of one cut: its work, free of any cluster, and of a plan the row of seconds.
+"""The work of one cut, for plans and for the search, and the predicted seconds of a plan.
 
-Decisions, Shards → CutWork        a trace of each stage, call by call (planner.trace.trace)
-CutWork.at(micro)                  the same for another size of a microbatch: no capture, no trace
+Decisions, Shards → CutWork        from a trace of each stage, call by call (planner.trace.trace)
+CutWork.at(micro)                  the same cut for another microbatch size, without a new capture or trace
 planner.cost.estimate              CutWork, a layout, a cluster → seconds and bytes
 
-Weights in shards (``optimizer.reshard``) are freed after each use, or with auto once a step if they fit; a number: so
-many blocks of each stage, the last ones, once a step: their backward is the first.
+``optimizer.reshard`` decides when sharded weights are freed: after each use, or once a step; auto: once a step if they
+fit. A number frees those of the last so many blocks of each stage once a step: their backward comes first.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -39,7 +39,7 @@ from planner.trace.lowered import Lowered
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """Of a plan with these stages, before and after its schedule is decided. ``cluster``: seconds are of one."""
+    """The predicted work and seconds of a plan, usable before its schedule is decided. Seconds need a ``cluster``."""
 
     lowered: Lowered
     spec: Spec
@@ -50,18 +50,18 @@ class PlannedSeconds:
         return planned_work(self.lowered, self.spec)
 
     def cost_row(self, schedule: SchedulePlan, *, reshards: bool) -> CostPlan | None:
-        """Seconds of a step; None without a cluster."""
+        """Return the predicted seconds of a step; None without a cluster."""
         return None if self.cluster is None else self.estimate(schedule, self.cluster, reshards=reshards).cost
 
     def step_flops(self, schedule: SchedulePlan) -> float:
-        """``flops`` of the row, for which no cluster is needed."""
+        """Return ``flops`` of the cost row, which needs no cluster."""
         flops, _ = flops_of(self.work)
         return schedule.num_microbatches * flops / self.lowered.decisions.mesh.pp
 
     def stage_costs(self) -> StageCosts | None:
-        """By which a schedule with W puts them: seconds, or without a cluster operations of products. None without W.
+        """Return the costs that place the W of a schedule: seconds, or FLOPs without a cluster. None without W.
 
-        Whether weights in shards are freed after each use, which is decided later, does not change them.
+        They do not depend on when sharded weights are freed, which is decided later.
         """
         asked = self.spec.pipeline.schedule
         kind, orders = (asked.kind, asked.orders) if isinstance(asked, Schedule) else (asked, ())
@@ -73,11 +73,11 @@ class PlannedSeconds:
         return flops_of_stages(self.work, AS_PLANNED, self.work.ranges(_sizes(self.lowered.decisions)))
 
     def estimate(self, schedule: SchedulePlan, cluster: Cluster, *, reshards: bool = True) -> Estimate:
-        """By the plan's decisions in the form of a layout."""
+        """Return the estimate for the plan's decisions, converted to a layout."""
         decisions, spec = self.lowered.decisions, self.spec
         layout = Layout(
             decisions.mesh,
-            spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number, once it is planned
+            spec.batch.micro,  # pyright: ignore[reportArgumentType] - a number in a plan
             schedule.num_microbatches,
             bool(spec.tensor_parallel.sequence_parallel),
             AS_PLANNED,
@@ -95,7 +95,7 @@ def _sizes(decisions: Decisions) -> tuple[int, ...]:
 
 
 def usable_bytes(cluster: Cluster) -> int:
-    """Bytes of a device that a rank may fill."""
+    """Return the bytes of a device that a rank may use."""
     return int(cluster.device.memory * cluster.device.usable_memory)
 
 
@@ -111,8 +111,8 @@ def decide_reshard(
     slots: Sequence[GraphSlots],
     cluster: Cluster | None,
 ) -> Lowered:
-    """``lowered``, with the answer in its shards. ``asked``: of the spec; without a cluster auto is true. Raises
-    PlanError for a number above that of the model's blocks."""
+    """Return ``lowered`` with the decision in its shards. ``asked``: ``optimizer.reshard``; auto without a cluster is
+    true. Raises PlanError for a number that exceeds the model's blocks."""
     if isinstance(asked, int) and not isinstance(asked, bool):
         blocks = sum(map(len, lowered.decisions.stages.blocks_of_stage))
         if asked > blocks:
@@ -128,7 +128,7 @@ def decide_reshard(
 
 
 def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:
-    """Of each pp rank the units of the last visits of its stages."""
+    """Return, for each pp rank, the units of the last ``count`` visits of each of its stages."""
     mesh = lowered.decisions.mesh
     visits = [lowered.visits(stage)[-count:] for stage in range(lowered.num_stages)]
     return tuple(
@@ -137,14 +137,14 @@ def _last(count: int, lowered: Lowered) -> tuple[frozenset[Unit], ...]:
     )
 
 
-AS_PLANNED = "as planned"  # the kind of recompute of a plan with a spec that names blocks
+AS_PLANNED = "as planned"  # the kind of recomputation of a plan, which may differ from block to block
 
 
 def cut_work(
     decisions: Decisions, shards: Shards, spec: Spec, kinds: Collection[str], *, ends: bool = False
 ) -> CutWork:
-    """Decisions of any pp. ``kinds``: of recompute (none, full, selective) that the work is to know about. ``ends``: as
-    CutWork has it."""
+    """Return the work of a cut. ``kinds``: kinds of recomputation (none, full, selective) to include; ``ends``: as in
+    CutWork."""
     lowered = Lowered(decisions, shards, decide_regions(spec.cuda_graphs, decisions, shards))
     pieces = {kind: () if kind == NONE else decide_recompute(kind, lowered) for kind in kinds}
     alone = replace(lowered, recomputed=next(iter(pieces.values())) if len(pieces) == 1 else ())
@@ -153,7 +153,7 @@ def cut_work(
 
 
 def planned_work(lowered: Lowered, spec: Spec) -> CutWork:
-    """Of a plan that is decided: only its own kind, and no memory, since a plan has rows for that."""
+    """Return the work of a decided plan, with its own recomputation; without memory, which a plan has in rows."""
     builder = Builder(lowered, spec, ends=_stand_alone(lowered.decisions))
     return builder.work({AS_PLANNED: lowered.recomputed}, with_memory=False)
 

@@ -1,9 +1,9 @@
-"""Bytes of full weights and gradients on one rank while it needs them, if ranks keep shards of them (zero 2 and 3).
+"""Peak bytes of full weights and gradients on one rank, if ranks keep shards of them (zero 2 and 3).
 
-weights     the most that its moves make whole at once (planner.exchanges.collectives)
-gradients   a bucket fills from the first backward that gives it a gradient to the last; then its sums are under way
-            until those of the next bucket begin. If gradients wait for a W of the schedule, a bucket is held from the
-            first B or W that gives it a gradient to its sum at the end of the next W of its chunk
+weights     the most that are gathered at once (planner.exchanges.collectives)
+gradients   a bucket is allocated at the first backward that adds to it, and reduced after the last one; it is freed
+            when the reduction of the next bucket starts. In a schedule with W, a bucket lives from the first B or W
+            that adds to it to its reduction at the end of the next W of its chunk
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from planner.trace.lowered import Lowered
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A bucket as a stage fills it: its bytes, and the ``calls``, in the order of the forward, with a backward, or a W,
-    that gives it a gradient. ``place``: buckets are summed from the greatest to the least.
+    """A bucket that the backward of a stage fills. ``size`` in bytes; ``calls``: those with a backward, or a W, that
+    adds to it, in the order of the forward; ``place``: buckets are reduced in descending order of it.
     """
 
     unit: Unit
@@ -34,8 +34,8 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The buckets of a chunk with a W: those that its B gives gradients, those that its W gives some, and the bytes of
-    all, in the order of their sums.
+    """The buckets of a chunk with W: those that its B adds to (``early``), those that its W adds to (``late``), and the
+    bytes of all, in the order of their reductions.
     """
 
     early: frozenset[Unit]
@@ -44,7 +44,8 @@ class Apart:
 
 
 def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
-    shards, decisions, found = lowered.shards, lowered.decisions, []
+    """Return the peak bytes of full weights and gradients on each pp rank."""
+    shards, decisions, of_ranks = lowered.shards, lowered.decisions, []
     if not any(buffer.scatters for buffer in shards.buffers):
         return [0] * len(schedule.orders)
     for rank, gathered in enumerate(gathered_weights(lowered, schedule.orders)):
@@ -55,77 +56,77 @@ def whole_bytes(lowered: Lowered, schedule: SchedulePlan) -> list[int]:
             most = most_until_weights(schedule.orders[rank], apart)
         else:
             most = max(most_gradients(_fillings(lowered, buffers, rank, stage)) for stage in chunks)
-        found.append(gathered.most_bytes + most)
-    return found
+        of_ranks.append(gathered.most_bytes + most)
+    return of_ranks
 
 
 def most_until_weights(order: Order, chunks: Sequence[Apart]) -> int:
-    """The most bytes at once in the ``order`` of a rank. A W ends with the sums of all buckets of its chunk, one after
-    the other: one that nothing has opened since the W before opens only then, with zeros.
+    """Return the peak gradient bytes in the ``order`` of a rank. A W ends with the reductions of all buckets of its
+    chunk, one after the other; a bucket without gradients since the last W is allocated for that, with zeros.
     """
     sizes = {unit: size for chunk in chunks for unit, size in chunk.sizes.items()}
-    held, most = set[Unit](), 0
+    alive, most = set[Unit](), 0
     for kind, _, number in order:
         chunk = chunks[number]
         if kind == "B":
-            held |= chunk.early
+            alive |= chunk.early
         if kind == "W":
-            held |= chunk.late
+            alive |= chunk.late
             before = set[Unit]()
             for unit in chunk.sizes:
-                held.add(unit)
-                most = max(most, sum(sizes[each] for each in held))
-                held -= before
+                alive.add(unit)
+                most = max(most, sum(sizes[each] for each in alive))
+                alive -= before
                 before = {unit}
-            held -= before
+            alive -= before
     return most
 
 
 def most_gradients(buckets: Sequence[Filling]) -> int:
-    """The most bytes at once in the backward of one stage."""
+    """Return the peak gradient bytes in the backward of one stage."""
     order = sorted(buckets, key=lambda bucket: -bucket.place)
     opened = [(-max(bucket.calls), 0, n) for n, bucket in enumerate(order)]
     filled = [(-min(bucket.calls), 1, n) for n, bucket in enumerate(order)]
-    held, full, begun, most = set[int](), set[int](), 0, 0
+    alive, full, begun, most = set[int](), set[int](), 0, 0
     for _, is_full, number in sorted(opened + filled):
         if not is_full:
-            held.add(number)
-            most = max(most, sum(order[n].size for n in held))
+            alive.add(number)
+            most = max(most, sum(order[n].size for n in alive))
             continue
         full.add(number)
-        while begun in full:  # sums begin in one order on all ranks, each when the one before has ended
-            held.discard(begun - 1)
+        while begun in full:  # reductions start in the same order on all ranks, each after the previous one
+            alive.discard(begun - 1)
             begun += 1
     return most
 
 
 def _apart(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> Apart:
-    trace, found = lowered.trace(stage), _fillings(lowered, buffers, pp_rank, stage)
-    waits = {bucket.unit: {puts_aside(trace, trace.calls[at]) for at in bucket.calls} for bucket in found}
+    trace, buckets = lowered.trace(stage), _fillings(lowered, buffers, pp_rank, stage)
+    waits = {bucket.unit: {puts_aside(trace, trace.calls[at]) for at in bucket.calls} for bucket in buckets}
     early, late = (frozenset(unit for unit, are in waits.items() if wait in are) for wait in (False, True))
-    return Apart(early, late, {b.unit: b.size for b in sorted(found, key=lambda bucket: -bucket.place)})
+    return Apart(early, late, {b.unit: b.size for b in sorted(buckets, key=lambda bucket: -bucket.place)})
 
 
 def _fillings(lowered: Lowered, buffers: Sequence[Buffer], pp_rank: int, stage: int) -> list[Filling]:
-    """The buckets that the backward of ``stage`` fills."""
-    given, found = _given(lowered, stage), []
+    """Return the buckets that the backward of ``stage`` fills."""
+    calls_of, fillings = _gradient_calls(lowered, stage), []
     place = {p.fqn: number for number, p in enumerate(parameters_of_rank(lowered.decisions, pp_rank))}
     for number, buffer in enumerate(buffers):
         for bucket in buffer.layout.buckets:
             names = [slot.name for slot in bucket.slots]
-            calls = [at for name in names for at in given.get(name, ())]
+            calls = [at for name in names for at in calls_of.get(name, ())]
             size, first = len(bucket.world) * buffer.gradient_dtype.itemsize, min(place[name] for name in names)
             if calls:
-                found.append(Filling((number, bucket.index), size, first, calls))
-    return found
+                fillings.append(Filling((number, bucket.index), size, first, calls))
+    return fillings
 
 
-def _given(lowered: Lowered, stage: int) -> dict[str, list[int]]:
-    """Of each parameter the numbers of the calls with a backward that gives it a gradient: each of our own products,
-    and of all other readers the first, as autograd adds their gradients before it gives the sum.
+def _gradient_calls(lowered: Lowered, stage: int) -> dict[str, list[int]]:
+    """Return parameter → indices of the calls with a backward that adds to its bucket: each of our own products, and
+    the first of all other readers, because autograd sums their gradients before it accumulates them.
     """
     trace, module, parameters = lowered.trace(stage), lowered.stage(stage).root, lowered.decisions.program.parameters
-    found, by_autograd = dict[str, list[int]](), dict[str, int]()
+    calls, by_autograd = dict[str, list[int]](), dict[str, int]()
     reached = {graph: reached_by_backward(graph) for graph in {call.node.graph for call in trace.calls}}
     for at, call in enumerate(trace.calls):
         if call.node not in reached[call.node.graph]:
@@ -134,9 +135,9 @@ def _given(lowered: Lowered, stage: int) -> dict[str, list[int]]:
         for source in call.node.all_input_nodes:
             name = parameters.get(source.meta.get("origin", "")) if source.op == "get_attr" else None
             if name is not None and is_own:
-                found.setdefault(name, []).append(at)
+                calls.setdefault(name, []).append(at)
             elif name is not None:
                 by_autograd.setdefault(name, at)
     for name, at in by_autograd.items():
-        found.setdefault(name, []).append(at)
-    return found
+        calls.setdefault(name, []).append(at)
+    return calls
