@@ -16,9 +16,9 @@ Such a buffer, through views, is multiplied with stacks in products that keep on
 experts.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain
 from operator import getitem
 
@@ -39,70 +39,47 @@ CHOOSING, PARTS = BEST | SORTS, MOVED | SPLITS
 
 @dataclass
 class Space:
-    """A numbering of ``size`` experts. ``root``: the product that makes scores, ``choices``: the calls that choose by
-    them.
+    """A numbering of ``size`` experts. ``root``: the product that makes scores; ``choices``: the calls that choose by
+    them; ``takes``: of tokens, by experts. ``above``: all that the scores are made of, ``scored``: that the choices
+    are, ``below``: all that depends on the scores.
     """
 
     root: fx.Node
     size: int
-    up: Reach
-    down: Reach
+    takes: bool = False
     choices: list[fx.Node] = field(default_factory=list)
     seeds: list[tuple[fx.Node, int]] = field(default_factory=list)
     chosen: list[fx.Node] = field(default_factory=list)
     ids: set[fx.Node] = field(default_factory=set)
     places: dict[fx.Node, set[Place]] = field(default_factory=dict)
+    above: Reached = field(init=False)
+    scored: Reached = field(init=False)
+    below: Reached = field(init=False)
 
     def dim(self, node: fx.Node) -> int:
         """The dim that counts the experts and nothing else; -1 if there is none."""
         whole = [d for d, inner in self.places.get(node, ()) if inner == 1 and shape_of(node)[d] == self.size]
         return whole[0] if len(whole) == 1 else -1
 
-    @cached_property
-    def above(self) -> Reached:
-        """All that the scores are made of."""
-        return self.up.of([self.root])
-
-    @cached_property
-    def scored(self) -> Reached:
-        """All that the choices are made of."""
-        return self.up.of(self.choices)
-
-    @cached_property
-    def below(self) -> Reached:
-        """All that depends on the scores."""
-        return self.down.of([self.root])
-
 
 def spaces(graph: fx.Graph) -> list[Space]:
-    """One for each router; whether it has experts is decided later."""
-    known, found = cache(rule_of), dict[tuple[fx.Node, int], Space]()
-    up, down = Reach(reversed(graph.nodes), operands), Reach(graph.nodes, readers)
-    for node, dim, chosen in (*_selections(graph), *_given(graph)):
-        scores = node.all_input_nodes[0]
-        size = shape_of(scores)[dim]
-        root = _root(known, scores, dim, size)
-        space = found.setdefault((root, size), Space(root, size, up, down))
-        space.choices.append(node)
-        space.seeds.append((scores, dim))
-        space.chosen += chosen
-    for space in found.values():
-        space.ids = _spread(space.chosen)
-    return _grown(known, list(found.values()), {space.root for space in found.values()})
-
-
-def takings(graph: fx.Graph) -> list[Space]:
-    """One for each ranking of tokens by which the experts of a stack may take theirs; ``chosen``: which tokens."""
+    """Of each router, the last first; then of each ranking of tokens by which the experts of a stack may take theirs.
+    Whether they have experts is decided later."""
     sizes = {n for w in graph.find_nodes(op="placeholder") if is_parameter(w) and len(s := shape_of(w)) > 2 for n in s}
-    known, found = cache(rule_of), list[Space]()
-    up, down = Reach(reversed(graph.nodes), operands), Reach(graph.nodes, readers)
-    for node, ranked, chosen in _selections(graph):
+    known, found = cache(rule_of), dict[tuple[fx.Node, int], Space]()
+    for node, ranked, chosen in (*_selections(graph), *_given(graph)):
         scores = node.all_input_nodes[0]
         for dim, size in enumerate(shape_of(scores)):
-            if dim != ranked and size in sizes and packet_of(node.target) is aten.topk:
+            takes = dim != ranked
+            if not takes or (size in sizes and packet_of(node.target) is aten.topk):
                 root = _root(known, scores, dim, size)
-                found.append(Space(root, size, up, down, [node], [(scores, dim)], chosen))
-    return _grown(known, found, ())
+                space = found.setdefault((node, dim) if takes else (root, size), Space(root, size, takes))
+                space.choices.append(node)
+                space.seeds.append((scores, dim))
+                space.chosen += chosen
+    order = sorted(found.values(), key=lambda space: space.root, reverse=True)
+    _grow(graph, known, order)
+    return sorted(order, key=lambda space: space.takes)
 
 
 def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
@@ -117,19 +94,21 @@ def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
     return min((node for node, _ in seen if node.target in PRODUCTS), default=scores)
 
 
-def _grown(known: Known, found: list[Space], roots: Collection[fx.Node]) -> list[Space]:
-    """With all their places. ``roots``: of routers, each of which ends the numberings of the others."""
-    order = sorted(found, key=lambda space: space.root)
+def _grow(graph: fx.Graph, known: Known, order: list[Space]) -> None:
+    """Find all that depends on each, and its places. ``order``: of their roots, the last first."""
+    up, down = Reach(reversed(graph.nodes), operands), Reach(graph.nodes, readers)
+    for space in order:  # see Reach
+        space.below = down.of([space.root])
     for space in reversed(order):
-        space.down.of([space.root])  # see Reach
-    for space in order:
-        _grow(known, space, roots)
-    return found
+        space.above, space.scored = up.of([space.root]), up.of(space.choices)
+        roots = {} if space.takes else {s.root for s in order if not s.takes and s.root not in space.above}
+        _find_places(space, known, down.of(roots))
 
 
-def _grow(known: Known, space: Space, roots: Iterable[fx.Node]) -> None:
-    """Find all places, from the scores' dim and from the dims that ids make."""
-    of_others = space.down.of([r for r in roots if r is not space.root and r not in space.above])
+def _find_places(space: Space, known: Known, of_others: Reached) -> None:
+    """From the scores' dim and from the dims that ids make, to values ``of_others``: other routers and what they lead
+    to."""
+    space.ids = set() if space.takes else _spread(space.chosen)
     of_ids = [*_dims_of_experts(space.ids, space.size), *_stacks_of_slots(space.ids, space.size, space.below)]
 
     def is_closed(node: fx.Node) -> bool:

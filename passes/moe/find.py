@@ -15,15 +15,15 @@ read. Values stay the same to the bit; gradients are added up before the call's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
 
 from passes.moe import paths
-from passes.moe.expert_dims import Space, spaces, takings
+from passes.moe.expert_dims import Space, spaces
 from passes.moe.layers import Dispatch, Doubt, ExpertLayer, Experts, ExpertWeight
 from passes.moe.ties import base, pick_of, pick_of_weight, picks
 from passes.program.ops.aten import aten, draws, shape_of
@@ -47,63 +47,56 @@ def _found(program: Program) -> Experts:
     layers: list[ExpertLayer] = []
     doubts: list[Doubt] = []
     graph, known = program.graph.graph, set[str]()
-    asked = [(s, _layer) for s in sorted(spaces(graph), key=lambda s: s.root, reverse=True)]
-    for space, layer_of in (*asked, *((space, _of_takers) for space in reversed(takings(graph)))):
-        found = layer_of(
-            space, [p for p in paths.products_of(space) if p.node not in space.above and p.node.name not in known]
-        )
-        if isinstance(found, ExpertLayer):
+    for space in spaces(graph):
+        products = [p for p in paths.products_of(space) if p.node not in space.above and p.node.name not in known]
+        try:
+            found = _layer(space, products)
+        except _Unclear as error:
+            doubts += [] if space.takes else [Doubt(str(error), where_of(space.choices[0]))]
+            continue
+        if found is not None:
             layers.append(found)
             known |= set(found.products)  # which may be a layer before, applied again
-        elif found:
-            doubts.append(Doubt(found, where_of(space.choices[0])))
     return Experts(tuple(sorted(layers, key=lambda layer: program.node(layer.products[0]))), tuple(reversed(doubts)))
 
 
-def _layer(space: Space, products: list[paths.Product]) -> ExpertLayer | str:
-    """The layer, or the reason why a candidate is none; "" without a candidate."""
-    if products:
-        return _of_stacks(space, products)
-    found = branches_of(space)
-    if found is None or isinstance(found, str):
-        return found or ""
-    dispatch = (Dispatch.CAPACITY if found.capacity else Dispatch.EVERY_TOKEN, found.capacity)
-    made = _made(space, found, lambda _: dispatch, "branches")
-    return made if isinstance(made, str) else replace(made, tips=paths.names_of(found.last))
+class _Unclear(Exception):
+    """Why a candidate is no layer that is understood."""
 
 
-def _of_stacks(space: Space, products: list[paths.Product], takes: bool = False) -> ExpertLayer | str:
-    """``takes``: experts take tokens."""
+def _layer(space: Space, products: list[paths.Product]) -> ExpertLayer | None:
+    """Return the layer; None without a candidate. Raises _Unclear.
+
+    Experts that take the tokens which they like best take the same ones for each choice of an expert, of all tokens.
+    """
+    parts = _stacks(space, products) if products else None if space.takes else branches_of(space)
+    if parts is None or (space.takes and not all(paths.is_taken(x, space) for x in parts.first)):
+        return None
+    return _made(space, parts)
+
+
+def _stacks(space: Space, products: list[paths.Product]) -> Parts:
     first, last = paths.ends(products, space.above)
     held = [((w,), space.dim(w)) for w in sorted({*paths.stacks_in(space), *(p.weight for p in products)})]
     weights = paths.weights_of(held, products, first, last)
-    parts = Branches([p.x for p in first], [p.node for p in last], [p.node for p in products], weights)
-    found = _made(space, parts, lambda tokens: paths.dispatch_of(space, first, tokens, takes))
-    return found if isinstance(found, str) else replace(found, beside=tuple(paths.read_with_stacks(space)))
+    return Parts([p.x for p in first], [p.node for p in last], [p.node for p in products], weights, first)
 
 
-def _of_takers(space: Space, products: list[paths.Product]) -> ExpertLayer | str:
-    """Experts that take the tokens which they like best: the same ones for each choice of an expert, of all tokens."""
-    if not products or not all(paths.is_taken(p.x, space) for p in paths.ends(products, space.above)[0]):
-        return ""
-    found = _of_stacks(space, products, takes=True)
-    return found if isinstance(found, ExpertLayer) and found.dispatch is Dispatch.TAKEN else ""
-
-
-def _made(
-    space: Space, parts: Branches, dispatch_by: Callable[[fx.Node], tuple[Dispatch, int]], kind: str = "experts"
-) -> ExpertLayer | str:
-    tokens = paths.tokens_of(space, parts.first)
+def _made(space: Space, parts: Parts) -> ExpertLayer:
+    kind, tokens = "experts" if parts.of_stacks else "branches", paths.tokens_of(space, parts.first)
     if len(tokens) != 1:
-        return f"its {space.size} {kind} read {len(tokens)} values, not only the tokens"
-    combined = paths.combined_of(space, parts.last, tokens[0], joins=kind == "branches")
+        raise _Unclear(f"its {space.size} {kind} read {len(tokens)} values, not only the tokens")
+    combined = paths.combined_of(space, parts.last, tokens[0], joins=not parts.of_stacks)
     if combined is None:
-        return f"the results of its {space.size} {kind} are not summed to one value per token"
-    dispatch, capacity = dispatch_by(tokens[0])
-    takes = dispatch is Dispatch.TAKEN
-    chosen, top_k = (space.chosen, 0) if takes else paths.choices_of(space, combined)
-    if not takes and not 0 < top_k <= space.size:
-        return f"the number of its {space.size} experts per token is unknown"
+        raise _Unclear(f"the results of its {space.size} {kind} are not summed to one value per token")
+    dispatch, capacity = Dispatch.CAPACITY if parts.capacity else Dispatch.EVERY_TOKEN, parts.capacity
+    if parts.of_stacks:
+        dispatch, capacity = paths.dispatch_of(space, parts.of_stacks, tokens[0])
+    if space.takes and dispatch is not Dispatch.TAKEN:
+        raise _Unclear
+    chosen, top_k = (space.chosen, 0) if space.takes else paths.choices_of(space, combined)
+    if not space.takes and not 0 < top_k <= space.size:
+        raise _Unclear(f"the number of its {space.size} experts per token is unknown")
     carried, before = between(parts.products, [combined]), paths.carrying(space, tokens[0], parts.products)
     probs = paths.probs_of(space, carried.difference(parts.products), carried)
     stacks = paths.stacks_in(space)
@@ -121,6 +114,8 @@ def _made(
         products=paths.names_of(parts.products),
         tokens=tokens[0].name,
         combined=combined.name,
+        tips=() if parts.of_stacks else paths.names_of(parts.last),
+        beside=tuple(paths.read_with_stacks(space)) if parts.of_stacks else (),
     )
 
 
@@ -128,72 +123,64 @@ def _made(
 
 
 def _merge_equal_calls(program: Program) -> bool:
-    """Equal calls that read one weight become one, in place; returns whether there were any. Not merged: draws, and
-    functions that are no op of PyTorch."""
-    graph = program.graph.graph
-    work = [n for n in graph.nodes if is_parameter(n) and len(n.users) > 1]
-    changed = False
-    while work:
-        alike: dict[object, list[fx.Node]] = {}
-        for user in sorted(work.pop().users):
-            if isinstance(user.target, OpOverload) and user.target.namespace == "aten" and not draws(user.target):
-                alike.setdefault(_call(user), []).append(user)
-        for first, *others in alike.values():
-            for other in others:
-                first.meta["grad"] = first.meta["grad"] or other.meta["grad"]  # one of them may lead to choices alone
-                other.replace_all_uses_with(first)
-                graph.erase_node(other)
-            if others:
-                work.append(first)
-                changed = True
-    return changed
-
-
-def _call(node: fx.Node) -> object:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.name)
-    return node.target, repr(args), repr(kwargs)
+    """Equal calls that read one weight, or one value of such calls, become one, in place; return whether there were
+    any. Not merged: draws, and functions that are no op of PyTorch."""
+    graph, firsts, merged = program.graph.graph, dict[object, fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        is_plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not draws(node.target)
+        if not is_plain or not any(is_parameter(n) or n in merged for n in node.all_input_nodes):
+            continue
+        first = firsts.setdefault((node.target, repr(node.args), repr(dict(node.kwargs))), node)
+        if first is not node:
+            first.meta["grad"] = first.meta["grad"] or node.meta["grad"]  # one of them may lead to choices alone
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            merged.add(first)
+    return bool(merged)
 
 
 # ---- experts that stand side by side
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
-    """``first``: what the inputs of the first products are made of; ``last``: the summands, in the experts' order.
-    ``capacity``: the number of rows that each reads of its own part of a value with a dim of experts; 0 if all read
-    the same rows.
+class Parts:
+    """``first``: what the inputs of the first products are made of; ``last``: the last products with stacks, or the
+    summands of branches, in the experts' order. ``of_stacks``: the first products with stacks; none of branches.
+    ``capacity``: the number of rows that each branch reads of its own part of a value with a dim of experts; 0 if all
+    read the same rows.
     """
 
     first: list[fx.Node]
     last: list[fx.Node]
     products: list[fx.Node]
     weights: list[ExpertWeight]
+    of_stacks: Sequence[paths.Product] = ()
     capacity: int = 0
 
 
-def branches_of(space: Space) -> Branches | str | None:
-    """The experts' branches; why they are none; None if weights do not belong to numbers."""
+def branches_of(space: Space) -> Parts | None:
+    """Return the experts' branches; None if weights do not belong to numbers. Raises _Unclear."""
     values = _values_of_one(space)
     tips = {n: e for n, e in values.items() if leads_out(n, values)}
     own = _own(space, tips)
     tips = {n: e for n, e in tips.items() if any(_is_own_weight(w, own[n]) and len(shape_of(w)) > 1 for w in own[n])}
-    if len(set(tips.values())) < 2:
+    if (held := len({*tips.values()})) < 2:
         return None
     each = len(tips) // space.size  # one, or one for each choice of a token
     if sorted(tips.values()) != sorted([*range(space.size)] * each):
-        return f"they have weights for {len(set(tips.values()))} of its {space.size} numbers, in {len(tips)} branches"
+        raise _Unclear(f"they have weights for {held} of its {space.size} numbers, in {len(tips)} branches")
     last = sorted(tips, key=lambda n: (tips[n], n))
     orders = [in_order([n], step=lambda x, own=own[n]: [y for y in operands(x) if y in own]) for n in last]
     for first in range(each):
         numbers = [tips[tip] for tip in last[first::each]]
         if not _are_alike(numbers, orders[first::each], values):
-            return f"the branches of its {space.size} numbers differ from each other"
+            raise _Unclear(f"the branches of its {space.size} numbers differ from each other")
     weights = [{*map(_weight_of, order)} for order in orders]
     if any(weights[i] != weights[i // each * each] for i in range(len(orders))):
-        return f"the branches of one of its {space.size} numbers have different weights"
+        raise _Unclear(f"the branches of one of its {space.size} numbers have different weights")
     columns = [column for column in zip(*orders[::each], strict=True) if _is_own_weight(column[0], orders[0])]
     if not all(_are_parts(column, space.size) for column in columns if not is_parameter(column[0])):
-        return f"the branches of its {space.size} numbers do not read parts of a stack in its order"
+        raise _Unclear(f"the branches of its {space.size} numbers do not read parts of a stack in its order")
     return _branches(space, last, orders, columns)
 
 
@@ -288,7 +275,7 @@ def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int
 
 def _branches(
     space: Space, last: list[fx.Node], orders: list[list[fx.Node]], columns: list[tuple[fx.Node, ...]]
-) -> Branches:
+) -> Parts:
     """``columns``: each weight of the branches, in the order of the numbers."""
     each = len(orders) // space.size
     whole = [
@@ -303,7 +290,7 @@ def _branches(
         made += [own[p.node] for p in whole[number % each]]
         ones = [(p.node, p.node.all_input_nodes.index(p.x)) for p in edges[number % each][0]]
         first += _from_outside([own[node].all_input_nodes[at] for node, at in ones], order)
-    return Branches(first, last, made, weights, _capacity(space, first))
+    return Parts(first, last, made, weights, capacity=_capacity(space, first))
 
 
 def _from_outside(read: list[fx.Node], order: list[fx.Node]) -> list[fx.Node]:

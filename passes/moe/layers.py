@@ -160,28 +160,25 @@ def check_draws(calls: Iterable[fx.Node], held: str, refusal: Refusal) -> None:
 
 
 def asked_of(program: Program, experts: Experts) -> tuple[Asked, ...]:
-    """The layers with choices that a step counts, with their places among its figures."""
-    found: list[Asked] = []
-    for layer in experts.layers:
-        if any(_skipped(program, layer)):
-            start = sum(asked.size for asked in found)
-            found.append(Asked(layer.chosen, layer.num_experts, start))
-    return tuple(found)
+    """Return the layers with choices that a step counts, with their places among its figures."""
+    return tuple(asked for asked, _ in _skipped(program, experts))
 
 
 def resting(program: Program, experts: Experts) -> Mapping[str, tuple[int, ...]]:
-    """Parameter, by dotted name → the figures of a step: it rests if all of them are zero."""
-    starts = {asked.chosen: asked.start for asked in asked_of(program, experts)}
+    """Return parameter, by dotted name → the figures of a step: it rests if all of them are zero."""
     found: dict[str, tuple[int, ...]] = {}
-    for layer in experts.layers:
-        for number, fqn in _skipped(program, layer):
-            found[fqn] = (*found.get(fqn, ()), starts[layer.chosen] + number)
+    for asked, names in _skipped(program, experts):
+        for number, fqn in names:
+            found[fqn] = (*found.get(fqn, ()), asked.start + number)
     return found
 
 
-def _skipped(program: Program, layer: ExpertLayer) -> Iterator[tuple[int, str]]:
-    """(number, dotted name) of the parameters of one expert alone that a step may skip."""
-    for weight in layer.weights:
-        for number, name in enumerate(weight.nodes if weight.dim < 0 else ()):
-            if (fqn := program.parameters.get(name)) in program.skipped:
-                yield number, fqn  # pyright: ignore[reportReturnType]
+def _skipped(program: Program, experts: Experts) -> Iterator[tuple[Asked, list[tuple[int, str]]]]:
+    """Yield the choices of each layer with parameters of one expert alone that a step may skip, and (number, dotted
+    name) of these."""
+    start = 0
+    for layer in experts.layers:
+        alone = (enumerate(map(program.parameters.get, weight.nodes)) for weight in layer.weights if weight.dim < 0)
+        if names := [(number, fqn) for own in alone for number, fqn in own if fqn in program.skipped]:
+            yield Asked(layer.chosen, layer.num_experts, start), names  # pyright: ignore[reportReturnType]
+            start += layer.num_experts

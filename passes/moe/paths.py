@@ -176,8 +176,8 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
             yield node
 
 
-def dispatch_of(space: Space, first: list[Product], tokens: fx.Node, takes: bool) -> tuple[Dispatch, int]:
-    """How tokens come to the first products, and the slots of each expert. ``takes``: which tokens it likes best."""
+def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Dispatch, int]:
+    """How tokens come to the first products, and the slots of each expert."""
     if any(is_grouped(p.node) for p in first):
         return Dispatch.OFFSETS, 0
     if any(p.by_ids for p in first):
@@ -185,8 +185,8 @@ def dispatch_of(space: Space, first: list[Product], tokens: fx.Node, takes: bool
     way = carrying(space, tokens, [p.x for p in first])
     fills = Ops("gather sum") | PLACING
     if any(is_product(n) or lookup(n) or n.target in fills for n in way):
-        hidden = shape_of(first[0].weight)[first[0].summed]
-        return (Dispatch.TAKEN if takes else Dispatch.CAPACITY), first[0].x.meta["val"].numel() // (space.size * hidden)
+        size = space.size * shape_of(first[0].weight)[first[0].summed]
+        return (Dispatch.TAKEN if space.takes else Dispatch.CAPACITY), first[0].x.meta["val"].numel() // size
     return Dispatch.EVERY_TOKEN, 0
 
 
