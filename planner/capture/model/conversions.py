@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import first_line
-from passes.program.ops.aten import is_mutable
+from passes.program.ops.aten import is_mutable, permutation
+from passes.program.ops.groups import PERMUTES
 from planner.capture.model.assembly import Assembly, Call, Permute, Shape, Source, cat, nodes, part, view
 from planner.capture.model.eager import plain_name
 
@@ -243,6 +244,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _results(func: Any, given: tuple[Any, ...], options: dict[str, Any], out: Sequence[Tensor]) -> list[Assembly]:
+    if func in PERMUTES:
+        whole, *rest = given
+        return [Permute(tuple(permutation(func, len(whole.shape), rest, options)), whole)]
     rule = _RULES.get(func.overloadpacket.__name__)
     made = None if rule is None else rule(out, *given, **options)
     if made is not None:
@@ -298,23 +302,11 @@ def _slice(
     return [part(whole, dim, first, first + out[0].shape[dim])] if step == 1 else None
 
 
-def _permute(out: Sequence[Tensor], whole: Assembly, dims: Sequence[int]) -> list[Assembly]:
-    return [Permute(tuple(dim % len(dims) for dim in dims), whole)]
-
-
-def _transpose(out: Sequence[Tensor], whole: Assembly, first: int = 0, second: int = 1) -> list[Assembly]:
-    dims = list(range(len(whole.shape)))
-    dims[first], dims[second] = dims[second], dims[first]
-    return [Permute(tuple(dims), whole)]
-
-
 _RULES: dict[str, Callable[..., list[Assembly] | None]] = {
     **dict.fromkeys(("alias", "clone", "contiguous", "detach", "lift_fresh", "_to_copy"), _same),
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "unsqueeze"), _view),
     **dict.fromkeys(("split", "split_with_sizes"), _split),
-    **dict.fromkeys(("transpose", "t"), _transpose),
     "cat": _cat,
-    "permute": _permute,
     "select": _select,
     "slice": _slice,
     "stack": _stack,

@@ -63,17 +63,34 @@ class PythonDraws:
 
     def __init__(self, model: nn.Module) -> None:
         self.doubts: list[tuple[str, Where]] = []
-        self._sites = CallSites(model)
-        self._modules = own_modules(model)
-        self.seeds = TorchSeeds(self._sites)
+        self._sites, self._modules, self._is_running = CallSites(model), own_modules(model), False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch inside; afterwards the generators of Python and NumPy are restored: planning draws nothing."""
+        """Watch inside; afterwards all generators are restored: planning draws nothing from them."""
         replaced = {id(original): (original, watch) for original, watch in self._watches()}
         owners = random, np.random, time, os, uuid, secrets, *_of_torch(), *self._modules
-        with python_generators_kept(), installed(*by_identity(owners, replaced)), self.seeds.watched():
-            yield
+        generator = torch.default_generator
+        with _untraced():
+            state, self._own_seed = generator.get_state(), generator.initial_seed()
+            generator.manual_seed(_SEED)
+        self._is_running = True
+        try:
+            with python_generators_kept(), installed(*by_identity(owners, replaced)):
+                yield
+        finally:
+            self._is_running = False
+            with _untraced():
+                generator.set_state(state)
+
+    def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Check the arguments of a torch function, and whether a method of the generator set the seed."""
+        if not self._is_running:
+            return
+        if isinstance((kwargs or {}).get("generator"), torch.Generator):
+            self._refuse_seed("draws from its own torch.Generator", "a plan cannot save its state")
+        if torch.default_generator.initial_seed() != _SEED:
+            self._refuse_seed("sets the seed of PyTorch", _REPEATED)
 
     def _watches(self) -> Iterator[tuple[Any, Any]]:
         for module, owner in ((random, random._inst), (np.random, np.random.mtrand._rand)):  # pyright: ignore
@@ -86,7 +103,11 @@ class PythonDraws:
             yield function, self._doubted(f"an identifier ({function.__name__})", function)
         for name in CLOCKS:
             yield getattr(time, name), self._doubted(TIME, getattr(time, name))
-        yield from self.seeds.replacements()
+        for module in _of_torch():
+            for name in SETTERS:
+                if hasattr(module, name):
+                    yield getattr(module, name), self._setter(name, getattr(module, name))
+        yield torch.random.initial_seed, lambda: self._own_seed
 
     def _draw(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -117,6 +138,20 @@ class PythonDraws:
             return value
 
         return asked
+
+    def _setter(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setter(*args: Any, **kwargs: Any) -> Any:
+            is_off = name == "fork_rng" and kwargs.get("enabled") is False
+            if self._is_running and called_by_user() and not is_off:
+                self._refuse_seed(f"sets the state of PyTorch's random numbers ({name})", _REPEATED)
+            return original(*args, **kwargs)
+
+        return setter
+
+    def _refuse_seed(self, does: str, why: str) -> None:
+        self._is_running = False  # calls on the error's way out are not checked
+        self._sites.refuse(f"the forward {does}: {why}", SEED_FIX)
 
 
 class _Refused:
@@ -210,64 +245,9 @@ class Identifier(_Refused, int):
     __lt__ = __le__ = __gt__ = __ge__ = __divmod__ = to_bytes = bit_length = bit_count = _USED
 
 
-# ---- seeds and generators of PyTorch in a forward: an op has new draws in each step of a plan, whatever they say
-
-
 def _of_torch() -> tuple[ModuleType, ...]:
     """Return the modules with functions that set seeds; importing torch._dynamo adds another torch.manual_seed."""
     return torch, torch.random, sys.modules["torch.cuda"]
-
-
-class TorchSeeds:
-    """Watches seeds and generators of PyTorch during one forward."""
-
-    def __init__(self, sites: CallSites) -> None:
-        self._sites, self._is_running = sites, False
-
-    def replacements(self) -> Iterator[tuple[Any, Any]]:
-        """Yield functions of PyTorch that set a seed, and their replacements."""
-        for module in _of_torch():
-            for name in SETTERS:
-                if hasattr(module, name):
-                    yield getattr(module, name), self._setter(name, getattr(module, name))
-        yield torch.random.initial_seed, lambda: self._own_seed
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        generator = torch.default_generator
-        with _untraced():
-            state, self._own_seed = generator.get_state(), generator.initial_seed()
-            generator.manual_seed(_SEED)
-        self._is_running = True
-        try:
-            yield
-        finally:
-            self._is_running = False
-            with _untraced():
-                generator.set_state(state)
-
-    def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Check the arguments of a torch function, and whether a method of the generator set the seed."""
-        if not self._is_running:
-            return
-        if isinstance((kwargs or {}).get("generator"), torch.Generator):
-            self._refuse("draws from its own torch.Generator", "a plan cannot save its state")
-        if torch.default_generator.initial_seed() != _SEED:
-            self._refuse("sets the seed of PyTorch", _REPEATED)
-
-    def _setter(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setter(*args: Any, **kwargs: Any) -> Any:
-            is_off = name == "fork_rng" and kwargs.get("enabled") is False
-            if self._is_running and called_by_user() and not is_off:
-                self._refuse(f"sets the state of PyTorch's random numbers ({name})", _REPEATED)
-            return original(*args, **kwargs)
-
-        return setter
-
-    def _refuse(self, does: str, why: str) -> None:
-        self._is_running = False  # calls on the error's way out are not checked
-        self._sites.refuse(f"the forward {does}: {why}", SEED_FIX)
 
 
 @contextmanager

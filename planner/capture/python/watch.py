@@ -55,7 +55,7 @@ class ForwardWatch:
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
         self._foreign.check(args, kwargs)
-        self._draws.seeds.check(args, kwargs)
+        self._draws.check(args, kwargs)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
