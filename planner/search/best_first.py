@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Fastest first; the simpler one first among equals."""
+        """Return a key that orders the fastest first; the simpler one first among equals."""
         return self.seconds, self.point.key
 
 
@@ -130,7 +130,7 @@ class BestFirst:
         return list(self._known.values())
 
     def groups(self) -> dict[tuple[str, Any], list[Row]]:
-        """The rows of ``bounds`` that make a choice, by its name and value."""
+        """Return the rows of ``bounds`` that make a choice, by its name and value."""
         if self._groups is None:
             self._groups = {}
             for row in self.bounds:
@@ -150,14 +150,14 @@ class BestFirst:
         return max(self._fixed_of(point)) > self.memory_bytes
 
     def _is_known_to_pass(self, point: Point) -> bool:
-        """Whether it passes the memory of a device by the figures of the same layout with another ``zero``."""
+        """Return whether the same layout with another ``zero`` shows that it needs more memory than there is."""
         passing = self._passing.get(_twin(point, 0), ())
         return any(
             fixed + more > self.memory_bytes for fixed, more in zip(self._fixed_of(point), passing, strict=False)
         )
 
     def _fixed_of(self, point: Point) -> tuple[float, ...]:
-        """Bytes of weights, gradients and optimizer on each pp rank."""
+        """Return bytes of weights, gradients and optimizer on each pp rank."""
         key = of_weights(point)
         if key not in self._fixed_bytes:
             self._fixed_bytes[key] = tuple(float(sum(held.lasting[:3])) for held in self._estimate(point).holds)
@@ -169,7 +169,7 @@ def of_weights(point: Point) -> Any:
 
 
 def _twin(point: Point, zero: int) -> Any:
-    """The same layout with another ``zero``."""
+    """Return the same layout with another ``zero``."""
     return point.cut, replace(point.layout, zero=zero)
 
 
@@ -190,7 +190,7 @@ class Loser:
 
 
 def losers(order: BestFirst, winner: Candidate, cluster: Cluster) -> tuple[Loser, ...]:
-    """One for each value of each axis that the winner does not have, those nearest to it in speed first.
+    """Return a layout for each value of each axis that the winner does not have, the nearest in speed first.
 
     An exact answer for each would take several times as long as the search itself.
     """
@@ -208,19 +208,19 @@ def losers(order: BestFirst, winner: Candidate, cluster: Cluster) -> tuple[Loser
 
 
 def _nearest(loser: Loser) -> tuple[Any, ...]:
-    """Those that fit first, fastest first; then the smallest first."""
+    """Return a key that orders layouts that fit first, fastest first; then the smallest first."""
     return not loser.fits, loser.candidate.order if loser.fits else (loser.candidate.fullest.total,)
 
 
 def _joined(rows: list[Loser]) -> Iterator[Loser]:
-    """Choices with the same best layout are one row: ``pp 2, vpp 2``."""
+    """Join choices with the same best layout in one row: ``pp 2, vpp 2``."""
     for _, same in groupby(rows, key=lambda loser: loser.candidate.point):
         together = list(same)
         yield replace(together[0], choice=", ".join(loser.choice for loser in together))
 
 
 def why_slower(candidate: Candidate, winner: Candidate, cluster: Cluster) -> str:
-    """By how much, and the parts of the step that make it so, largest first."""
+    """Return the difference in speed, and the parts of the step that cause it, largest first."""
     more = candidate.seconds / winner.seconds - 1
     if abs(more) < 5e-4:
         return "equally fast; it sends more messages, or shards more"
@@ -248,7 +248,7 @@ def _words(part: str, candidate: Candidate, winner: Candidate, cluster: Cluster)
 
 
 def _over(mesh: Mesh, axis: str, cluster: Cluster) -> str:
-    """The slowest link that a group of ``axis`` uses."""
+    """Return the slowest link that a group of ``axis`` uses."""
     level = outermost(mesh, mesh.data_axis if axis == "dp" else axis, cluster)
     if level is None:
         return ""
@@ -257,7 +257,7 @@ def _over(mesh: Mesh, axis: str, cluster: Cluster) -> str:
 
 
 def why_too_large(candidate: Candidate, memory_bytes: float) -> str:
-    """The memory that its fullest rank needs, the memory of a device, and the largest part."""
+    """Return the memory that its fullest rank needs, the memory of a device, and the largest part."""
     row = candidate.fullest
     return f"needs {gigabytes(row.total)} of {gigabytes(memory_bytes)} on pp rank {row.pp_rank}: {dominates(row)}"
 
@@ -268,15 +268,15 @@ def dominates(row: MemoryRow) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """``73.6 GB``; small ones in MB."""
+    """Return text such as ``73.6 GB``; small sizes in MB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def seconds_text(seconds: float) -> str:
-    """``1.31 s`` or ``310 ms``."""
+    """Return text such as ``1.31 s`` or ``310 ms``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def percent(share: float) -> str:
-    """``4 %``; below ten with one digit."""
+    """Return text such as ``4 %``; below ten with one digit."""
     return f"{share * 100:.0f} %" if abs(share) >= 0.1 else f"{share * 100:.1f} %"

@@ -68,7 +68,7 @@ class Folded:
 
 
 def fold(program: Program, blocks: Blocks) -> Folded:
-    """A copy of ``program`` with three blocks of each row of equal ones; with all of them if that is not exact."""
+    """Copy ``program`` with three blocks of each row of equal ones; with all blocks if that is not exact."""
     rows = [list(row) for _, row in groupby(blocks.instances, key=lambda block: block.kind)]
     rows = [row for row in rows if len(row) > _LEFT and _is_foldable(program, blocks, row)]
     whole = _whole(program, blocks)
@@ -118,7 +118,7 @@ def _is_foldable(program: Program, blocks: Blocks, row: list[Block]) -> bool:
 
 
 def _homes_outside(program: Program, block_of: Mapping[str, int]) -> dict[str, int]:
-    """Call outside all blocks → the first block of its stage."""
+    """Return call outside all blocks → the first block of its stage."""
     anchor = needed_anchors(program, block_of, recomputed_nodes(program))
     homes = {node.name: home for node, home in anchor.items()}
     for node, units in stages_of_copies(program, anchor).items():
@@ -128,14 +128,14 @@ def _homes_outside(program: Program, block_of: Mapping[str, int]) -> dict[str, i
 
 
 def _read_of_all(program: Program, blocks: Blocks, block: Block) -> set[str]:
-    """The operands of ``block`` that belong to no block: a mask of some layers alone is not read by the others."""
+    """Return operands of ``block`` that are in no block: a mask of some layers is not read by the others."""
     operands = {n.name for name in block.nodes for n in program.node(name).all_input_nodes}
     block_of = blocks.block_of()
     return {name for name in operands if name not in block_of and blocks.representative.get(name, name) == name}
 
 
 def _instead(blocks: Blocks, rows: list[list[Block]]) -> dict[str, str]:
-    """Node of the last block that goes → the node of the one between that stays, which repeats it."""
+    """Map each node of the last dropped block to the node of the kept one between, which repeats it."""
     instead: dict[str, str] = {}
     for row in rows:
         own = {blocks.representative[name]: name for name in row[1].nodes}
@@ -144,8 +144,8 @@ def _instead(blocks: Blocks, rows: list[list[Block]]) -> dict[str, str]:
 
 
 def _without(program: Program, dropped: set[str], instead: dict[str, str]) -> Program | None:
-    """The program without these nodes, with other nodes as inputs of their readers; None if a node would lose all
-    readers.
+    """Return the program without these nodes, with other nodes as inputs of their readers; None if a node would lose
+    all readers.
     """
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
@@ -162,7 +162,7 @@ def _without(program: Program, dropped: set[str], instead: dict[str, str]) -> Pr
 
 
 def _stands_for(index: int, kept: list[Block], rows: list[list[Block]]) -> int:
-    """The place among ``kept`` of the block that represents the block ``index``."""
+    """Return the place among ``kept`` of the block that represents the block ``index``."""
     row = next((row for row in rows if row[2].index <= index < row[-1].index), None)
     own = index if row is None else row[1].index
     return next(place for place, block in enumerate(kept) if block.index == own)
@@ -192,7 +192,7 @@ class Cuts:
         )
 
     def works(self, cut: Cut) -> dict[str, CutWork]:
-        """The cost of the cut under each kind of recompute, for all blocks of the model.
+        """Return the cost of the cut under each kind of recompute, for all blocks of the model.
 
         Raises PlanError if the model does not admit it.
         """
@@ -208,7 +208,7 @@ class Cuts:
         return self._unfolded(decisions, spec, variant)
 
     def stages(self, cut: Cut, pp: int, vpp: int) -> list[int]:
-        """Blocks of each stage, as in a plan."""
+        """Return blocks of each stage, as in a plan."""
         key = _key(cut), pp, vpp
         if key not in self._sizes:
             variant = self._variant(cut)
@@ -216,7 +216,7 @@ class Cuts:
         return self._sizes[key]
 
     def _unfolded(self, decisions: Decisions, spec: Spec, variant: _Variant) -> dict[str, CutWork]:
-        """Without recompute more values may be gathered again over cp: then it is a work of its own."""
+        """Return works by kind: without recompute more values may be gathered again over cp, in a separate work."""
         shards, found = decide_shards(spec, decisions), dict[str, CutWork]()
         parts = [(decisions, self.kinds)]
         if decisions.lowering.options.own_tokens:
@@ -254,13 +254,13 @@ class Cuts:
 
 
 def mesh_of(cut: Cut) -> Mesh:
-    """The smallest mesh of one pipeline rank that has these axes."""
+    """Return the smallest mesh of one pipeline rank that has these axes."""
     ranks = lcm(cut.tp * cut.cp, cut.etp * cut.ep)
     return Mesh(tp=cut.tp, cp=cut.cp, ep=cut.ep, etp=cut.etp, dp=ranks // (cut.tp * cut.cp))
 
 
 def _num_noted(decisions: Decisions) -> int:
-    """Figures of experts that a step of the whole model sums."""
+    """Return figures of experts that a step of the whole model sums."""
     block_of, times = decisions.blocks.block_of(), decisions.blocks.times
     load = decisions.load()
     noted = zip(decisions.experts.layers, load.sizes, load.limits, strict=False)
@@ -274,11 +274,11 @@ def _whole(program: Program, blocks: Blocks) -> Folded:
 
 
 def _key(cut: Cut) -> tuple[int, ...]:
-    """The choices on which the program of a cut depends; over cp it depends on tp too."""
+    """Return the choices on which the program of a cut depends; over cp it depends on tp too."""
     return cut.cp, cut.ep, cut.etp if cut.has_expert_axes else 0, cut.tp if cut.cp > 1 else 0
 
 
 def _pattern(blocks: Blocks) -> list[tuple[int, str]]:
-    """Kinds counted in the order in which they come, and paths."""
+    """Return kinds, numbered by their first occurrence, and paths."""
     numbers: dict[int, int] = {}
     return [(numbers.setdefault(block.kind, len(numbers)), block.path) for block in blocks.instances]

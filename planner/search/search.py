@@ -62,17 +62,15 @@ class Result:
 def search(
     prepared: Prepared, spec: Spec, cluster: Cluster, top: int = 5, progress: Progress = lambda what, done, all: None
 ) -> Result:
-    """The ``top`` fastest layouts. Raises PlanError if there is none, with a fix."""
+    """Return the ``top`` fastest layouts. Raises PlanError if there is none, with a fix."""
     devices = check_devices(spec, cluster)
     check_pins(spec, devices)
     return _Search(prepared, spec, cluster, devices, progress).run(top)
 
 
 def num_behind(best: Sequence[Candidate], uncertainty: Uncertainty) -> int:
-    """How many of ``best`` the simplest goes before, of those that are as fast as the fastest: within what is known,
-    and NEAR.
-
-    Of the first COMPARED, so that the answer does not depend on how many are shown.
+    """Return the place of the simplest layout in ``best`` of those that are as fast as the fastest: within what is
+    known, and NEAR. Of the first COMPARED, so that the answer does not depend on how many are shown.
     """
     near = [
         (candidate.point.key, place)
@@ -87,7 +85,7 @@ _MOST_TRIED, _MOST_SHOWN = 64, 4
 
 
 def check_devices(spec: Spec, cluster: Cluster) -> int:
-    """How many devices are laid out. Raises PlanError if the cluster has fewer."""
+    """Return the number of devices to lay out. Raises PlanError if the cluster has fewer."""
     devices = cluster.devices if spec.devices is None else spec.devices
     if devices > cluster.devices:
         raise spec.error(
@@ -124,7 +122,7 @@ def check_pins(spec: Spec, devices: int) -> None:
 
 
 def no_layout(spec: Spec, devices: int, space: Space, refused: Sequence[PlanError]) -> PlanError:
-    """Not one layout is left: why, and how many devices would have some."""
+    """Return the error that no layout is left: why, and how many devices would have some."""
     if refused and not space.pruned:
         return refused[0] if len(refused) == 1 else _all_refused(spec, devices, refused)
     reasons = [f"{what} ({times} times)" for what, times in space.pruned.most_common(_MOST_SHOWN)]
@@ -145,7 +143,7 @@ def _all_refused(spec: Spec, devices: int, refused: Sequence[PlanError]) -> Plan
 
 
 def _nearest(spec: Spec, devices: int, space: Space, step: int) -> int | None:
-    """The next number of devices with a layout that cuts nothing but blocks and batch."""
+    """Return the next number of devices with a layout that cuts nothing but blocks and batch."""
     for away in range(1, _MOST_TRIED + 1):
         number = devices + step * away
         if number < 1:
@@ -214,7 +212,7 @@ class _Search:
         return points
 
     def _of_cut(self, cut: Cut) -> list[Point]:
-        """The layouts of a cut; none if the model does not admit it. The cut is decided only if it has layouts."""
+        """Return layouts of a cut, which is decided if it has any; none if the model does not admit it."""
         plain = self.refused.get(Cut(cut.tp, etp=cut.tp))
         if plain is not None and not cut.has_expert_axes:  # sequence parallelism does not change which sizes tp divides
             self.refused[cut] = plain
@@ -229,7 +227,7 @@ class _Search:
             return []
 
     def _fits_nowhere(self, order: BestFirst, found: Found) -> PlanError:
-        """The error: the layout that needs least, its largest part, and the fewest devices on which a layout fits."""
+        """Return the error: the smallest layout, its largest part, and the fewest devices on which one fits."""
         lean = sorted((point for *_, point in order.bounds), key=attrgetter("held"))[:_MOST_TRIED]
         least = min([*found.too_large, *map(order.of, lean)], key=lambda candidate: candidate.fullest.total)
         with self._clock("more devices"):
@@ -243,7 +241,7 @@ class _Search:
         )
 
     def _enough(self, memory: float) -> tuple[int, Candidate] | None:
-        """The fewest devices on which a layout fits: of 2, 4, … times as many, then of full nodes below that."""
+        """Return the fewest devices on which a layout fits: of 2, 4, … times as many, then of full nodes below that."""
         grown = self.cluster.links[-1].model_copy(update={"devices": MOST_RANKS})
         larger = self.cluster.model_copy(update={"links": (*self.cluster.links[:-1], grown)})
 

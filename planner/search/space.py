@@ -50,7 +50,7 @@ SizesOf = Callable[[int, int], Sequence[int]]  # pp, vpp → blocks of each stag
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of the captured model: its repeated blocks, experts of each layer, the longest sequence."""
+    """Facts of the captured model: its repeated blocks, experts of each layer, the longest sequence."""
 
     num_blocks: int
     num_experts: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ KINDS_OF_RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """All that the graph of one stage depends on: each is decided once, on the captured model."""
+    """The choices on which the graph of one stage depends: each is decided once, on the captured model."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -72,7 +72,7 @@ class Cut:
 
     @property
     def has_expert_axes(self) -> bool:
-        """Whether experts are cut otherwise than all else."""
+        """Return whether experts are cut otherwise than all else."""
         return self.ep > 1 or self.etp != self.tp
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Point:
 
     @property
     def held(self) -> tuple[float, ...]:
-        """Less of it, less memory: weights of a rank, then how much is kept of a microbatch."""
+        """Return a key that grows with memory: weights of a rank, then tensors kept of a microbatch."""
         mesh, layout = self.layout.mesh, self.layout
         recompute = -KINDS_OF_RECOMPUTE.index(layout.recompute)
         kept = layout.micro / (mesh.tp * mesh.cp)
@@ -118,7 +118,7 @@ class Point:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The choices, by the names that reasons use; etp only where experts are cut otherwise than all else."""
+        """Return the choices, by the names that reasons use; etp only where experts are cut otherwise than all else."""
         mesh, layout = self.layout.mesh, self.layout
         return {
             "tp": mesh.tp,
@@ -157,7 +157,7 @@ class Space:
         self.pruned: Counter[str] = Counter()
 
     def cuts(self) -> Iterator[Cut]:
-        """Those that devices and pins allow; whether the model does is seen when one is decided."""
+        """Yield the cuts that devices and pins allow; a later decision shows whether the model allows them."""
         mesh = self.spec.mesh
         most = MOST_NODES * self.inner_devices
         for tp in self._sizes(mesh.tp, [n for n in divisors(self.devices) if n <= most]):
@@ -281,7 +281,7 @@ class Space:
 
 
 def _without_numbers(error: PlanError) -> str:
-    """One reason for all sizes: which sizes do not fit one another, not which they are."""
+    """Return one reason for all sizes: which kinds of sizes do not fit one another, without numbers."""
     words = {
         "batch.global": "too few microbatches for its groups, or too many actions",
         "mesh.vpp": "it needs several chunks on several ranks",

@@ -23,7 +23,7 @@ from planner.spec.spec import Spec
 
 
 def spec_to_capture(spec: Spec, example_inputs: Mapping[str, Any] | None) -> Spec:
-    """``spec`` of one rank, with a microbatch of a number: its own, that of the inputs, or two sequences.
+    """Return ``spec`` of one rank, with a number of sequences: its own, that of the inputs, or two.
 
     Two, because a batch of one cannot be distinguished from a dim of size one.
     """
@@ -36,7 +36,7 @@ def spec_to_capture(spec: Spec, example_inputs: Mapping[str, Any] | None) -> Spe
 
 
 def chosen(result: Result, candidate: Candidate) -> str:
-    """The chosen layout, the number of layouts, and the second best."""
+    """Return the chosen layout, the number of layouts, and the second best."""
     words = (
         f"chosen of {result.num_considered:,} layouts of {result.devices} devices of {result.cluster.name}: "
         f"{candidate.point}, about {seconds_text(candidate.seconds)} per step"
@@ -48,17 +48,17 @@ def chosen(result: Result, candidate: Candidate) -> str:
 
 
 def fits_not(candidate: Candidate, most: int, memory_bytes: float) -> str:
-    """A layout that fits by the estimate of the search, but not by its plan."""
+    """Return a layout that fits by the estimate of the search, but not by its plan."""
     return f"skipped {candidate.point}: its plan needs {gigabytes(most)} of {gigabytes(memory_bytes)}"
 
 
 def planned_spec(spec: Spec, point: Point) -> Spec:
-    """``spec`` with the sizes of ``point`` in place of auto; errors still name the lines of its file."""
+    """Return ``spec`` with the sizes of ``point`` in place of auto; errors still name the lines of its file."""
     return Spec.load(with_layout(spec.to_dict(), point, written=True)).located(spec._locations)
 
 
 def with_layout(values: Mapping[str, Any], point: Point, *, written: bool = False) -> dict[str, Any]:
-    """The values of a spec with the layout. ``written``: also keys that have their default."""
+    """Return the values of a spec with the layout. ``written``: also keys that have their default."""
     layout, found = point.layout, dict(values)
     found["mesh"] = _mesh(point)
     found["batch"] = {**found["batch"], "micro": layout.micro}
@@ -90,7 +90,7 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any, default: Any
 
 
 def winner_text(path: Path, spec: Spec, point: Point, head: str) -> str:
-    """YAML: the file at ``path`` with the layout in place of the keys that it left to the search; comments are lost.
+    """Return YAML: the file at ``path`` with the layout in place of keys left to the search; comments are lost.
 
     ``spec``: the content of the file, with the options of the command line. ``head``: lines of a comment above it.
     """
@@ -175,13 +175,13 @@ def _spent(result: Result) -> Section:
 
 
 def _tokens(result: Result) -> int:
-    """Tokens of a step: of the longest sequence of ids; 0 without ids."""
+    """Return tokens of a step: of the longest sequence of ids; 0 without ids."""
     lengths = [i.sizes[0] for i in result.spec.inputs.values() if len(i.shape) == 1 and i.dtype.startswith("int")]
     return result.spec.batch.global_size * max(lengths, default=0)
 
 
 def result_to_dict(result: Result) -> dict[str, Any]:
-    """The form of ``--format json``; docs/search.md describes it."""
+    """Return the form of ``--format json``; docs/search.md describes it."""
     return {
         "devices": result.devices,
         "cluster": result.cluster.name,

@@ -21,10 +21,10 @@ _SHIPPED = (
 
 
 def find_cluster(given: str | None, at: Where) -> str | None:
-    """The path at which the cluster file lies; of a shipped one the ``given`` name, valid on any machine.
+    """Return the path of the cluster file; for a shipped one the ``given`` name, valid on any machine.
 
-    ``at``: its place in the spec. Raises SpecError if there is no such file (at the spec's line) or it is not
-    valid YAML (at its own line).
+    ``at``: its place in the spec. Raises SpecError if there is no such file (at the spec's line) or it is not valid
+    YAML (at its own line).
     """
     if given is None:
         return None
@@ -40,7 +40,7 @@ def find_cluster(given: str | None, at: Where) -> str | None:
 
 
 def cluster_values(path: Path) -> tuple[dict[str, Any], dict[str, Where]]:
-    """The mapping in the file, and the place of each key. Raises SpecError if it has none."""
+    """Return the mapping in the file, and the place of each key. Raises SpecError if there is no mapping."""
     value, locations = read_yaml(path, "cluster")
     if not isinstance(value, dict):
         where = Where(file=str(path), line=1)
@@ -49,12 +49,12 @@ def cluster_values(path: Path) -> tuple[dict[str, Any], dict[str, Where]]:
 
 
 def cluster_path(given: str) -> Path | None:
-    """The file with this path, or the shipped one with this name."""
+    """Return the file with this path, or the shipped one with this name."""
     return Path(given) if os.path.isfile(given) else shipped_cluster(given)
 
 
 def shipped_cluster(given: str) -> Path | None:
-    """The shipped file that is meant by ``dgx-h100``, ``dgx-h100.yaml`` or ``specs/clusters/dgx-h100.yaml``."""
+    """Return the shipped file named by ``dgx-h100``, ``dgx-h100.yaml`` or ``specs/clusters/dgx-h100.yaml``."""
     path = Path(given)
     is_bare = path.parent in (Path(), FOLDER) and path.stem in shipped_names()
     return _SHIPPED / f"{path.stem}.yaml" if is_bare and path.suffix in ("", ".yaml") else None

@@ -35,7 +35,7 @@ WITH_ALL = (
 
 
 def conflicts(spec: Spec) -> Iterator[PlanError]:
-    """Each with the dotted path of a key as its place; those of sizes only if their lengths are right."""
+    """Yield all conflicts, each at the dotted path of a key; those of sizes only if lengths are valid."""
     found = list(length_problems(spec.inputs)) or list(batch_problems(spec.batch, spec.inputs, spec.mesh.dp))
     yield from found
     yield from _auto_problems(spec)
@@ -51,7 +51,7 @@ def conflicts(spec: Spec) -> Iterator[PlanError]:
 
 
 def _auto_problems(spec: Spec) -> Iterator[PlanError]:
-    """Keys that are left to a search need one: an axis that is auto."""
+    """Yield keys that are left to a search although no axis of the mesh is auto."""
     if spec.mesh.has_auto:
         if isinstance(spec.recompute, Mapping):
             fix = "write none, selective, full or auto; or give the sizes of the mesh"
@@ -94,7 +94,7 @@ def _document_problems(spec: Spec) -> Iterator[PlanError]:
 
 
 def _size_problems(spec: Spec) -> Iterator[PlanError]:
-    """The elements of a step are counted and copied: their number must stay one that a machine can hold."""
+    """Yield sizes with more elements in a step than a machine can count and copy."""
     mean, tokens = spec.data.mean_document, tokens_of(spec.longest.inputs)
     if spec.inputs and mean is not None and mean > tokens:
         what = f" is {mean}, and a sequence has {tokens} tokens"
@@ -163,7 +163,7 @@ def _stage_problems(spec: Spec) -> Iterator[PlanError]:
 
 
 def _by_hand_problems(spec: Spec, schedule: Schedule) -> Iterator[PlanError]:
-    """Its sizes are those of the spec, at each length."""
+    """Yield sizes of a schedule by hand that differ from those of the spec, at each length."""
     at = "pipeline.schedule"
     if spec.mesh.has_auto or spec.batch.micro == AUTO:
         what = ": a schedule by hand is for one mesh and one number of microbatches, and a search chooses them"
@@ -184,7 +184,7 @@ def _by_hand_problems(spec: Spec, schedule: Schedule) -> Iterator[PlanError]:
 
 
 def with_auto(value: Any) -> Any:
-    """The values of a spec, with auto for the keys that the search decides. Malformed values stay unchanged."""
+    """Return the values of a spec, with auto for the keys that the search decides. Malformed values stay unchanged."""
     mesh = value.get("mesh") if isinstance(value, Mapping) else None
     if mesh == AUTO:
         return {"recompute": AUTO, **_filled_auto(value, WITH_ALL)}

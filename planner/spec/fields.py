@@ -51,7 +51,7 @@ def whole(value: Any) -> Any:
 
 
 def _word(value: Any) -> Any:
-    """A torch dtype counts as its name; true is not 1."""
+    """Return the name of a torch dtype; true is not 1."""
     return value if value is None or type(value) is int else str(value).removeprefix("torch.")
 
 
@@ -69,18 +69,18 @@ Dtype = Annotated[Literal["int64", "int32", "int16", "int8", "uint8", "bool"] | 
 
 
 def key(default: Any, description: str, **more: Any) -> Any:
-    """A key of a section: its default and its meaning; both go into the schema."""
+    """Return a key of a section with its default and its meaning; both go into the schema."""
     return Field(default=default, description=description, **more)
 
 
 def optional_by_like(default: Any, description: str) -> Any:
-    """A key of an input that is never missing: it is given here, or in the input that this one is like."""
+    """Return a key of an input that is given here, or in the input that this one is like."""
     return key(default, description, json_schema_extra=lambda schema: schema.pop("default", None))
 
 
 def beside_the_spec(path: str) -> AfterValidator:
-    """Of a function that the key ``path`` names: its file is looked up from the directory of the spec, or else from the
-    working directory.
+    """Look up the file of the function that the key ``path`` names: in the directory of the spec, then in the working
+    directory.
     """
 
     def found(value: str, info: ValidationInfo) -> str:
@@ -91,7 +91,7 @@ def beside_the_spec(path: str) -> AfterValidator:
 
 
 def required(description: str, *examples: Any, **more: Any) -> Any:
-    """A key that has no default; the error for a missing key shows ``examples``."""
+    """Return a key without a default; the error for a missing key shows ``examples``."""
     return Field(description=description, examples=[*examples], **more)
 
 
@@ -104,7 +104,7 @@ class Section(BaseModel):
         """Set the keys that others imply, before conflicts are looked for."""
 
     def problems(self) -> Iterator[PlanError]:
-        """Conflicts between keys that are valid alone, each with the dotted path of a key as its place."""
+        """Yield conflicts between keys that are valid alone, each at the dotted path of a key."""
         yield from ()
 
     @model_validator(mode="after")
@@ -116,13 +116,13 @@ class Section(BaseModel):
 
 
 class File(Section):
-    """All keys of a file, which remember their lines. Files with equal values are equal, from any place."""
+    """All keys of a file, with their lines. Files with equal values are equal, from any place."""
 
     _locations: Mapping[str, Where] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def checked(cls, value: Any, locations: Mapping[str, Where], what: str = "the spec") -> Self:
-        """Raises SpecError: all errors, each at a line or dotted path, and with a fix."""
+        """Return the checked file. Raises SpecError: all errors, each at a line or dotted path, and with a fix."""
         try:
             return cls.model_validate(value, context=locations).located(locations)
         except ValidationError as error:
@@ -132,12 +132,12 @@ class File(Section):
         return isinstance(other, type(self)) and dict(self) == dict(other)
 
     def located(self, locations: Mapping[str, Where]) -> Self:
-        """Itself, with the line of each key."""
+        """Set the line of each key, and return the file itself."""
         self._locations = locations
         return self
 
     def location(self, path: str) -> Where:
-        """The place of the key with this dotted path, or of the nearest key around it: "spec.yaml:3"."""
+        """Return the place of the key with this dotted path, or of the nearest key around it: "spec.yaml:3"."""
         return locate(self._locations, path)
 
     def error(self, path: str, what: str, fix: str = "") -> SpecError:
@@ -145,7 +145,7 @@ class File(Section):
 
 
 class _Plain(GenerateJsonSchema):
-    """Keys in the order of the models, and no titles that only repeat a key."""
+    """Writes keys in the order of the models, and no titles that only repeat a key."""
 
     def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
         return value
@@ -156,7 +156,7 @@ class _Plain(GenerateJsonSchema):
 
 @cache
 def json_schema(model: type[BaseModel], title: str = "The spec of a meshwright plan") -> dict[str, Any]:
-    """The schema of a file: every key with its meaning, type, range and default; nothing else is allowed."""
+    """Return the schema of a file: every key with meaning, type, range and default; nothing else is allowed."""
     schema = model.model_json_schema(schema_generator=_Plain)
     for section in (schema, *schema.get("$defs", {}).values()):
         del section["title"]

@@ -45,7 +45,7 @@ def _nested(value: Any) -> Any:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """The shape of nested tuples of numbers. Raises ValueError if they have none."""
+    """Return the shape of nested tuples of numbers. Raises ValueError if they have none."""
     if not isinstance(value, tuple):
         if not isinstance(value, (int, float)):
             raise ValueError(f"{value!r} is no number")
@@ -76,7 +76,7 @@ class InputSpec(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """``shape``, or that of ``value``, of an input of one length."""
+        """Return ``shape``, or that of ``value``, of an input of one length."""
         if self.value is not None:
             return sizes_of(self.value)
         found = tuple(n for n in self.shape if isinstance(n, int))
@@ -85,7 +85,7 @@ class InputSpec(Section):
 
 
 def resolve_like(given: dict[str, InputSpec]) -> dict[str, InputSpec]:
-    """The inputs with every value filled in. Raises SpecError for all that is wrong with them."""
+    """Return the inputs with every value filled in. Raises SpecError with all their errors."""
     errors = [error for name in given for error in _chain_errors(given, name)]
     if not errors:
         given = {name: _filled(given, name) for name in given}
@@ -96,7 +96,7 @@ def resolve_like(given: dict[str, InputSpec]) -> dict[str, InputSpec]:
 
 
 def _chain(given: dict[str, InputSpec], name: str) -> list[str]:
-    """``name``, the input that it is like, …; ends before a name that is unknown or comes again."""
+    """Return ``name``, the input that it is like, …; end before a name that is unknown or occurs again."""
     chain = [name]
     while (like := given[chain[-1]].like) in given and like not in chain:
         chain.append(like)
@@ -129,7 +129,7 @@ def _value_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
 
 
 def _form_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
-    """Keys of the form of an input that exclude each other."""
+    """Yield keys of the form of an input that exclude each other."""
     has_value = tensor.value is not None
     try:
         sizes = sizes_of(tensor.value) if has_value else tensor.shape
@@ -152,7 +152,7 @@ def _form_errors(tensor: InputSpec, at: str) -> Iterator[PlanError]:
 
 
 def lists_of(inputs: Mapping[str, InputSpec]) -> dict[str, tuple[int, ...]]:
-    """Dotted path of a shape → the lengths of its first dim that has several."""
+    """Return dotted path of a shape → the lengths of its first dim that has several."""
     found = {}
     for name, given in inputs.items():
         several = [n for n in given.shape if isinstance(n, tuple)]
@@ -162,12 +162,12 @@ def lists_of(inputs: Mapping[str, InputSpec]) -> dict[str, tuple[int, ...]]:
 
 
 def lengths_of(inputs: Mapping[str, InputSpec]) -> tuple[int, ...]:
-    """The lengths of a sequence, ascending; () if the inputs have one."""
+    """Return the lengths of a sequence, ascending; () if the inputs have one."""
     return next(iter(lists_of(inputs).values()), ())
 
 
 def inputs_at(inputs: Mapping[str, InputSpec], place: int) -> dict[str, InputSpec]:
-    """The inputs with the number at ``place`` of each list."""
+    """Return the inputs with the number at ``place`` of each list."""
     return {n: i.model_copy(update=_at_place(i, place, has_several=bool(lists_of(inputs)))) for n, i in inputs.items()}
 
 
@@ -178,13 +178,13 @@ def _at_place(given: InputSpec, place: int, *, has_several: bool) -> dict[str, A
 
 
 def tokens_of(inputs: Mapping[str, InputSpec]) -> int:
-    """Tokens of one sequence: elements of the first input of integers, or the first dim of the first input."""
+    """Return tokens of one sequence: elements of the first integer input, or the first dim of the first input."""
     of_ids = [prod(i.sizes) for i in inputs.values() if "int" in i.dtype and i.shape]
     return (of_ids or [i.sizes[0] for i in inputs.values() if i.shape] or [1])[0]
 
 
 def num_sequences(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) -> int:
-    """Sequences of a step, for inputs of one length: as many as ``batch.tokens`` has room for, or ``batch.global``."""
+    """Return sequences of a step at one length: as many as fit into ``batch.tokens``, or ``batch.global``."""
     if batch.tokens is None:
         return batch.global_size
     step = batch.micro * dp if isinstance(batch.micro, int) and isinstance(dp, int) else 1
@@ -192,7 +192,7 @@ def num_sequences(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) ->
 
 
 def length_problems(inputs: Mapping[str, InputSpec]) -> Iterator[PlanError]:
-    """Lists that do not belong together, or are not ascending."""
+    """Yield lists of different sizes, or that do not ascend."""
     lists = lists_of(inputs)
     for lengths, path in {lengths: path for path, lengths in reversed(lists.items())}.items():
         if list(lengths) != sorted(set(lengths)):
@@ -213,7 +213,7 @@ def length_problems(inputs: Mapping[str, InputSpec]) -> Iterator[PlanError]:
 
 
 def batch_problems(batch: BatchSpec, inputs: Mapping[str, InputSpec], dp: Any) -> Iterator[PlanError]:
-    """``batch.tokens`` that no step of some length can have."""
+    """Yield values of ``batch.tokens`` that are too small for a step of some length."""
     if batch.tokens is None:
         if not batch.global_size:
             yield wrong("batch.global", " is missing", "add `global: 16`")
@@ -326,5 +326,5 @@ class AuditSpec(Section):
 
 
 def role_of(name: str, given: Mapping[str, str]) -> str | None:
-    """``given``: the spec's ``data.inputs``. None if nothing says it."""
+    """Return the role of an input; None if it is unknown. ``given``: the spec's ``data.inputs``."""
     return given.get(name) or NAMES.get(name)

@@ -57,7 +57,7 @@ class LearningRateSpec(Section):
     power: Positive = key(1.0, "for polynomial: exponent of the decay")
 
     def of_run(self, num_steps: int) -> LearningRateSpec:
-        """With numbers of steps for a run of ``num_steps``."""
+        """Return the schedule with numbers of steps for a run of ``num_steps``."""
         steps = num_steps if self.steps == "auto" else self.steps
         warmup = round(self.warmup * (steps or 0)) if isinstance(self.warmup, float) else self.warmup
         return self.model_copy(update={"steps": steps, "warmup": warmup})
@@ -96,7 +96,7 @@ class LearningRateSpec(Section):
 
 
 class RateFunction:
-    """Owns the function. Raises PlanError if it cannot be imported, fails, or returns no factor."""
+    """Owns the user's function. Raises PlanError if it cannot be imported, fails, or returns no factor."""
 
     def __init__(self, reference: str) -> None:
         named = NamedCode(reference, KIND_KEY)
@@ -106,7 +106,7 @@ class RateFunction:
             raise PlanError(what, where=KIND_KEY, fix=f"write {named.forms}")
 
     def __call__(self, step: int) -> float:
-        """The factor of step number ``step``, from 0."""
+        """Return the factor of step number ``step``, from 0."""
         what = f"the learning-rate function {self._reference} failed at step {step}"
         fix = "it gets one argument, the number of the step (an int, from 0), and returns the factor of lr"
         with refusing(what, where=lambda error: line_of(error) or self._place, fix=fix):
@@ -127,7 +127,7 @@ class RateFunction:
 
 
 def check_rate_function(kind: str) -> None:
-    """Raise PlanError if ``kind`` of a schedule names a function that is bad, as far as its first step shows."""
+    """Raise PlanError if ``kind`` of a schedule names a function that fails at its first step."""
     if is_named(kind):
         RateFunction(kind)(0)
 

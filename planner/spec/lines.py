@@ -34,7 +34,7 @@ MOST_LEVELS = 150  # of mappings and lists inside of each other
 
 
 def read_yaml(path: Path, what: str = "spec") -> tuple[Any, dict[str, Where]]:
-    """The file's value and the place of each of its keys; ``what``: the kind of file, for errors.
+    """Return the file's value and the place of each of its keys; ``what``: the kind of file, for errors.
 
     Raises:
         SpecError: the file is missing, no regular file, too large or unreadable, is not valid YAML, gives a key twice,
@@ -83,7 +83,7 @@ def _float(text: str) -> float:
 
 
 def _any_case(*words: str) -> re.Pattern[str]:
-    """Each word in lower case, in upper case, and with a capital."""
+    """Match each word in lower case, in upper case, and with a capital."""
     return re.compile("|".join(form for word in words for form in (word, word.upper(), word.capitalize())))
 
 
@@ -101,7 +101,7 @@ _SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 
 
 def scalar(node: ScalarNode) -> Any:
-    """The value of a scalar. Raises ValueError if its tag does not fit it, or is not supported."""
+    """Return the value of a scalar. Raises ValueError if its tag does not fit it, or is not supported."""
     pattern, make = _SCALARS.get(node.tag, (None, str))
     if pattern is None:
         raise ValueError(f"the tag {shorten(node.tag, 100)} is not supported")
@@ -114,8 +114,8 @@ def scalar(node: ScalarNode) -> Any:
 
 
 class Nodes(SafeLoader):
-    """Text to nodes. Raises yaml.YAMLError, ValueError or OverflowError for numbers inside of YAML's own syntax, and
-    RecursionError beyond ``MOST_LEVELS``: Python's own limit is another in a process that has compiled code.
+    """Composes nodes. Raises yaml.YAMLError, ValueError or OverflowError for numbers inside YAML's own syntax, and
+    RecursionError beyond ``MOST_LEVELS``: Python's own limit differs in a process that has compiled code.
     """
 
     _levels = 0
@@ -129,7 +129,7 @@ class Nodes(SafeLoader):
         return node
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:
-        """The tag of a node that has none."""
+        """Return the tag of a node that has none."""
         if kind is not ScalarNode:
             return COLLECTIONS[kind is not MappingNode]
         if not implicit[0]:
@@ -138,7 +138,7 @@ class Nodes(SafeLoader):
 
 
 class _NodeReader:
-    """Walks composed nodes. Owns: ``locations``, and ``errors`` of keys given twice, both filled on the way."""
+    """Walks composed nodes. Owns ``locations``, and ``errors`` of keys given twice."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -166,7 +166,7 @@ class _NodeReader:
         return result
 
     def _entries(self, node: yaml.Node) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
-        """The keys that ``<<`` merges, then the mapping's own, which replace them."""
+        """Return the keys that ``<<`` merges, then the mapping's own, which replace them."""
         if not isinstance(node, yaml.MappingNode):
             raise self._error(node, "`<<` takes a mapping or a list of mappings", "write `<<: *name`")
         merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
@@ -206,12 +206,12 @@ class _NodeReader:
 
 
 def join(path: str, key: object) -> str:
-    """The dotted path of a key inside ``path``: ("mesh", "tp") is "mesh.tp"."""
+    """Return the dotted path of a key inside ``path``: ("mesh", "tp") is "mesh.tp"."""
     return f"{path}.{key}" if path else str(key)
 
 
 def locate(locations: Mapping[str, Where], path: str) -> Where:
-    """The place of ``path``, or of the nearest key around it; for a spec that was a dict, the dotted path itself."""
+    """Return the place of ``path``, or of the nearest key around it; for a spec from a dict, the dotted path itself."""
     if not locations:
         return Where(module=shorten(path) or "the spec")
     while path not in locations:

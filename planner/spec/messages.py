@@ -50,7 +50,7 @@ class _Key:
 
     @property
     def key_names(self) -> list[str]:
-        """The keys that a mapping of values of one kind may have; none if any name is allowed."""
+        """Return the keys that a mapping of values of one kind may have; none if any name is allowed."""
         return next((names["enum"] for o in self.options if "enum" in (names := o.get("propertyNames", {}))), [])
 
 
@@ -61,7 +61,7 @@ def spec_error(
     schema: dict[str, Any],
     what: str = "the spec",
 ) -> PlanError:
-    """One error for everything that pydantic found in ``value``, by its JSON ``schema``."""
+    """Return one error for everything that pydantic found in ``value``, by its JSON ``schema``."""
     raised, found = [], {}
     for detail in error.errors(include_url=False)[:_MOST_ERRORS]:
         own = detail.get("ctx", {}).get("error")
@@ -77,7 +77,7 @@ def spec_error(
 
 
 def _placed(error: PlanError, loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> PlanError:
-    """An error without a place is of the value that was checked: its key comes before the words."""
+    """Add the key to an error without a place, which is of the checked value."""
     if error.where is not None:
         return error
     path = _key(loc, value, schema).path
@@ -104,7 +104,7 @@ def _problem(kind: str, loc: tuple[Any, ...], value: Any, schema: dict[str, Any]
 
 
 def _key(loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> _Key:
-    """The key at ``loc``, in which pydantic also puts the branches of unions."""
+    """Return the key at ``loc``, in which pydantic also puts the branches of unions."""
     path, options = "", _options(schema, schema)
     for part in loc:
         if isinstance(value, Mapping) and part in value:
@@ -119,7 +119,7 @@ def _key(loc: tuple[Any, ...], value: Any, schema: dict[str, Any]) -> _Key:
 
 
 def _options(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The schemas; one of them must match."""
+    """Return the schemas of which one must match."""
     if "$ref" in node:
         return [schema["$defs"][node["$ref"].rpartition("/")[2]]]
     return [option for branch in node["anyOf"] for option in _options(branch, schema)] if "anyOf" in node else [node]
@@ -143,7 +143,7 @@ def _missing_key(at: _Key, name: str) -> SpecError | None:
 
 
 def _unquoted(at: _Key, words: list[str]) -> bool:
-    """Whether the value would have an allowed type without the quotes around it."""
+    """Return whether the value would have an allowed type without the quotes around it."""
     if not isinstance(at.value, str) or not _UNQUOTED.fullmatch(at.value):
         return False
     kinds = (
@@ -166,24 +166,24 @@ def _wrong_value(at: _Key) -> SpecError:
 
 
 def wrong(path: str, words: str, fix: str) -> SpecError:
-    """An error of the key ``path``, with which its text begins."""
+    """Return an error of the key ``path``; its text begins with the path."""
     return SpecError(f"{path}{words}", where=path, fix=fix)
 
 
 def not_read(path: str, rule: str) -> SpecError:
-    """The key ``path`` says nothing to the kind, or rule, that is chosen."""
+    """Return the error that the chosen kind, or rule, does not read the key ``path``."""
     return wrong(path, f" is not for {rule}, which does not read it", "remove it")
 
 
 def no_choice(value: Any, words: Iterable[str], more: str = "") -> SpecError:
-    """``value`` is none of ``words``; ``more``: what else it may be."""
+    """Return the error that ``value`` is none of ``words``; ``more``: further allowed values."""
     nearest = _nearest(value, words)
     hint = f"did you mean '{nearest}'? " if nearest else ""
     return SpecError(f"cannot be {describe_value(value)}", fix=f"{hint}choose one of: {', '.join(words)}{more}")
 
 
 def _out_of_range(at: _Key, kinds: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """The error of a value that has the right type: (problem, fix)."""
+    """Return (problem, fix) for a value of the right type that is out of range."""
     for option in kinds:
         kind, value, allowed = option["type"], at.value, _allowed(option, at.value)
         if (wrong := _wrong_length(at, option)) is not None:
@@ -215,7 +215,7 @@ def _in_range(option: dict[str, Any], value: float, allowed: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """A number as a person would write it; of a very long one that it is long."""
+    """Return a number as text; of a very long one only its length."""
     if not isinstance(value, int):
         return f"{value:g}"
     return str(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
@@ -228,7 +228,7 @@ def _wrong_type(at: _Key, option: dict[str, Any], words: list[str]) -> tuple[str
 
 
 def _allowed(option: dict[str, Any], value: Any = None) -> str:
-    """The range of an option. The maximum appears only in an error about exceeding it."""
+    """Return the range of an option. The maximum appears only in an error about exceeding it."""
     is_more = isinstance(value, (int, float)) and "maximum" in option and value > option["maximum"]
     names = [name for name in _LIMITS if name in option and (name == "maximum") <= is_more]
     return " and ".join(f"{_LIMITS[name]} {_digits(option[name])}" for name in names)
@@ -242,12 +242,12 @@ def _nearest(word: object, known: Iterable[str]) -> str | None:
 
 
 def flow(value: Mapping[str, Any]) -> str:
-    """A mapping on one line of YAML: ``mesh: {tp: 2, pp: 2}``."""
+    """Return a mapping on one line of YAML: ``mesh: {tp: 2, pp: 2}``."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).strip()[1:-1]
 
 
 def describe_value(value: Any) -> str:
-    """How an error names a value: ``the string 'two'``, ``a list``, ``nothing``."""
+    """Return the name of a value in errors: ``the string 'two'``, ``a list``, ``nothing``."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, str):

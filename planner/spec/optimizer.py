@@ -61,7 +61,7 @@ def _rule(value: Any) -> str:
 
 
 def _meant(name: str) -> str:
-    """A rule of that name in any case, a class of torch, or the nearest rule; "" if there is none."""
+    """Return a rule of that name in any case, a class of torch, or the nearest rule; "" if there is none."""
     if name.lower() in UPDATE_RULES:
         return name.lower()
     nearest = difflib.get_close_matches(name, UPDATE_RULES, n=1)
@@ -138,13 +138,13 @@ class OptimizerSpec(Section):
 
     @property
     def planned_zero(self) -> int:
-        """``zero`` of a decided layout."""
+        """Return ``zero`` of a decided layout."""
         assert isinstance(self.zero, int), "a search replaces auto before anything is sharded"
         return self.zero
 
     @property
     def rules(self) -> frozenset[str]:
-        """The names of the update rules of this run, those of groups too."""
+        """Return the names of the update rules of this run, including those of groups."""
         return frozenset({self.name, *(group.name for group in self.groups.values() if group.name is not None)})
 
     def problems(self) -> Iterator[PlanError]:
@@ -165,7 +165,7 @@ class OptimizerSpec(Section):
             yield wrong("optimizer.schedule.min_lr", what, "choose a smaller min_lr")
 
     def _beside_a_mean(self) -> Iterator[PlanError]:
-        """Keys that a schedule-free rule stands for."""
+        """Yield keys that a schedule-free rule replaces."""
         (rule,) = MEAN_RULES
         if self.schedule.kind != "constant":
             yield wrong("optimizer.schedule.kind", f": {rule} has no schedule beside a warm-up", "set kind: constant")
@@ -173,7 +173,7 @@ class OptimizerSpec(Section):
             yield wrong("optimizer.ema", f": {rule} has a mean of its own", "remove it")
 
     def _keys_of_others(self) -> Iterator[PlanError]:
-        """A key that no update rule of the run reads, with another value than its default."""
+        """Yield keys that no update rule of the run reads, if they differ from their defaults."""
         read = set[str]().union(*(keys_read(rule) for rule in self.rules))
         for name in dict.fromkeys(("options", *(name for rule in UPDATE_RULES.values() for name in rule.keys))):
             if name not in read and getattr(self, name) != type(self).model_fields[name].default:

@@ -57,7 +57,7 @@ _SCOPE = {"enum": [*_PARTS, FULL_ITERATION]}
 
 
 def needs_auto_mesh(path: str, example: Any) -> PlanError:
-    """A key is left to the search, but no axis is: nothing searches."""
+    """Return the error that a key is left to the search, but no axis is: nothing searches."""
     what = " is auto, but no axis of the mesh is auto, so that nothing is searched"
     return wrong(path, what, f"write a value, such as {example}, or mesh: auto")
 
@@ -75,7 +75,7 @@ class MeshSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_auto(cls, value: Any) -> Any:
-        """`mesh: auto` leaves all to the search; if one axis is auto, dp takes the ranks that the others leave."""
+        """Expand `mesh: auto` to all axes; if one axis is auto, dp takes the ranks that the others leave."""
         if value == AUTO:
             return dict.fromkeys(cls.model_fields, AUTO)
         if isinstance(value, Mapping) and any(value.get(axis) == AUTO for axis in SIZES):
@@ -93,7 +93,7 @@ class MeshSpec(Section):
         return any(getattr(self, axis) == AUTO for axis in SIZES)
 
     def to_mesh(self, fold: Fold = LOOP, shard: int = 0) -> Mesh:
-        """The mesh of these sizes, none of which is auto. Raises PlanError if they make none."""
+        """Return the mesh of these sizes, none of which is auto. Raises PlanError if they are not valid."""
         return Mesh(**dict(self), fold=fold, shard=shard)
 
     def problems(self) -> Iterator[PlanError]:
@@ -140,12 +140,12 @@ class TensorParallelSpec(Section):
     )
 
     def typing(self) -> dict[str, Any]:
-        """The fields of planner.placement.candidates.Cutting that these keys decide."""
+        """Return the fields of planner.placement.candidates.Cutting that these keys decide."""
         asked = {"overrides": dict(self.overrides), "sequence_parallel": self.sequence_parallel is True}
         return {**asked, "vocabulary_multiple": self.vocabulary_multiple}
 
     def options(self) -> dict[str, Any]:
-        """The fields of passes.lowering.Options that these keys decide."""
+        """Return the fields of passes.lowering.Options that these keys decide."""
         return {"regather": self.sequence_parallel is True and self.regather}
 
 
@@ -167,7 +167,7 @@ class EvenSplit(Section):
 
 
 def _split(value: Any) -> Any:
-    """A layout is read as soon as the spec is; one that is written out becomes one of letters."""
+    """Read a layout together with the spec; one of words becomes one of letters."""
     rows = value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(word, str) for row in rows if isinstance(row, (list, tuple)) for word in row):
         value = spelled([_words(row, index) for index, row in enumerate(rows)])
@@ -177,7 +177,7 @@ def _split(value: Any) -> Any:
 
 
 def _words(row: Any, index: int) -> list[str]:
-    """One stage of a layout that is written out."""
+    """Return one stage of a layout of words."""
     at, fix = f"{KEY}.{index}", f"give a list of {', '.join(WORDS)}"
     if not isinstance(row, (list, tuple)):
         raise wrong(at, f" is {describe_value(row)}, not a list", fix)
@@ -234,7 +234,7 @@ class PipelineSpec(Section):
     @field_validator("schedule", mode="before")
     @classmethod
     def _by_hand(cls, value: Any, info: Any) -> Any:
-        """A file is read here, once: its text is the value. Its path is taken from the directory of the spec."""
+        """Read the file of a schedule once: its text is the value. Its path is relative to the spec."""
         at = locate(info.context or {}, "pipeline.schedule")
         if isinstance(value, Mapping) and set(value) == {"file"} and isinstance(value["file"], str):
             path = Path(at.file).parent / value["file"]

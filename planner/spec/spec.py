@@ -80,7 +80,7 @@ Recompute = Annotated[_Kind | Auto | Annotated[dict[Name, _Kind], Field(max_leng
 
 
 def _loss(value: Any) -> str:
-    """auto, the name (or index) of the output that ``{output: NAME}`` gives, or the name of a function."""
+    """Return auto, the name (or index) of the output that ``{output: NAME}`` gives, or the name of a function."""
     name = value["output"] if isinstance(value, Mapping) and set(value) == {"output"} else None
     if isinstance(value, str) and (value == AUTO or is_named(value)):
         return value
@@ -163,7 +163,7 @@ class Spec(File):
 
     @staticmethod
     def load(source: Spec | Mapping[str, Any] | str | PathLike[str], missing: Mapping[str, Any] | None = None) -> Spec:
-        """The checked spec of a YAML file, a dict, or a Spec (unchanged). ``missing``: keys that may be absent.
+        """Return the checked spec of a YAML file, a dict, or a Spec (unchanged). ``missing``: keys that may be absent.
 
         Raises:
             SpecError: all errors, each with a line number or dotted path, and a fix.
@@ -186,7 +186,7 @@ class Spec(File):
         return with_auto(value)
 
     def fill_in(self) -> None:
-        """``batch.global`` by ``batch.tokens``: sequences of a step at the longest length."""
+        """Set ``batch.global`` by ``batch.tokens``: sequences of a step at the longest length."""
         is_open = self.batch.tokens is not None and not self.batch.global_size
         if is_open and self.inputs and not list(length_problems(self.inputs)):
             object.__setattr__(self, "batch", self._filled().batch)  # frozen for all others
@@ -195,20 +195,20 @@ class Spec(File):
         yield from conflicts(self)
 
     def locate(self, error: PlanError) -> PlanError:
-        """``error`` at its line of the spec, if its place is the dotted path of a key; otherwise unchanged."""
+        """Return ``error`` at its line of the spec, if its place is the dotted path of a key; otherwise unchanged."""
         is_key = isinstance(error.where, str) and error.where.split(".")[0] in Spec.model_fields
         return self.error(str(error.where), error.what, error.fix) if is_key else error
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """A PlanError of the block gets its line of the spec."""
+        """Add the line of the spec to a PlanError of the block."""
         try:
             yield
         except PlanError as error:
             raise self.locate(error) from error.__cause__
 
     def require_inputs(self) -> dict[str, InputSpec]:
-        """``inputs``, for a plan without example inputs. Raises SpecError if there are none."""
+        """Return ``inputs``, for a plan without example inputs. Raises SpecError if there are none."""
         if not self.inputs:
             fix = f"add `{flow({'inputs': _INPUTS})}`; in Python, plan() takes example_inputs instead"
             raise self.error("inputs", "inputs is missing", fix)
@@ -216,11 +216,11 @@ class Spec(File):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of a sequence, ascending; () if the inputs have one."""
+        """Return the lengths of a sequence, ascending; () if the inputs have one."""
         return lengths_of(self.inputs)
 
     def at(self, place: int) -> Spec:
-        """The same of one length alone, the one at ``place`` of ``lengths``; itself if it has one."""
+        """Return the spec of one length, the one at ``place`` of ``lengths``; itself if it has one."""
         if not self.lengths:
             return self
         inputs, data = inputs_at(self.inputs, place), self.data
@@ -229,7 +229,7 @@ class Spec(File):
         return self.model_copy(update={"inputs": inputs, "data": data})._filled()
 
     def of_run(self, num_steps: int) -> Spec:
-        """The same with the steps of the learning rate for a run of ``num_steps``."""
+        """Return the spec with the steps of the learning rate for a run of ``num_steps``."""
         schedule = self.optimizer.schedule.of_run(num_steps)
         if schedule == self.optimizer.schedule:
             return self
@@ -237,7 +237,7 @@ class Spec(File):
 
     @property
     def longest(self) -> Spec:
-        """The same of the longest length alone."""
+        """Return the spec of the longest length."""
         return self.at(-1)
 
     def chosen(self, one: Spec) -> Spec:
@@ -247,17 +247,17 @@ class Spec(File):
         return one.model_copy(update={"inputs": self.inputs, "batch": batch})._filled().located(self._locations)
 
     def _filled(self) -> Spec:
-        """With as many sequences as ``batch.tokens`` makes."""
+        """Return the spec with as many sequences as ``batch.tokens`` makes."""
         sequences = num_sequences(self.batch, inputs_at(self.inputs, -1), self.mesh.dp)
         return self.model_copy(update={"batch": self.batch.model_copy(update={"global_size": sequences})})
 
     @property
     def forms(self) -> Forms:
-        """Of the inputs that have not one row for each sample, or have a value; of one length."""
+        """Return forms of inputs without one row for each sample, or with a value; of one length."""
         return forms_of(self.inputs)
 
     def in_rows(self, batch: Any) -> Any:
-        """A batch with one row of each input for a sample."""
+        """Return a batch with one row of each input for a sample."""
         return in_rows(self.forms, batch, {} if self.lengths else {name: i.sizes for name, i in self.inputs.items()})
 
     @property
@@ -269,7 +269,7 @@ class Spec(File):
         return tuple(name for name in self.inputs if role_of(name, self.data.inputs) in TELLING)
 
     def options(self, *, cp: int) -> Options:
-        """The choices of the passes, over ``cp`` ranks of a sequence."""
+        """Return the options of the passes, over ``cp`` ranks of a sequence."""
         attention = FLASH if self.attention == AUTO else self.attention  # until a measurement on a GPU says otherwise
         own_tokens = cp > 1 and self.recompute == self.cuda_graphs.impl == "none"
         return Options(**self.tensor_parallel.options(), own_tokens=own_tokens, attention=attention)
@@ -284,7 +284,7 @@ class Spec(File):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one dp rank in a step. Raises SpecError while dp or batch.micro is auto."""
+        """Return microbatches of one dp rank in a step. Raises SpecError while dp or batch.micro is auto."""
         dp, micro = self.mesh.dp, self.batch.micro
         if not isinstance(dp, int) or not isinstance(micro, int):
             at = "batch.micro" if isinstance(dp, int) else "mesh.dp"
@@ -297,7 +297,7 @@ class Spec(File):
         return Spec.load({**self.to_dict(), "devices": devices}).located(self._locations)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under the YAML's keys; ``Spec.load`` of it gives an equal Spec."""
+        """Return plain values under the YAML's keys; ``Spec.load`` of it gives an equal Spec."""
         return self.model_dump(mode="json", by_alias=True)
 
 

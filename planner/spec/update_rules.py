@@ -63,7 +63,7 @@ MEAN_RULES = frozenset(name for name, rule in UPDATE_RULES.items() if rule.evalu
 
 
 def moments_of(rule: str, optimizer: Any) -> tuple[str, ...]:
-    """The moments of a rule, under the spec's section.
+    """Return the moments of a rule, under the spec's section.
 
     Raises PlanError for one of torch.optim that is refused.
     """
@@ -80,13 +80,13 @@ def momentum_of(optimizer: Any) -> tuple[float, bool]:
 
 
 def options_of(optimizer: Any) -> Options:
-    """The arguments of an optimizer of torch.optim, as the spec's section has them."""
+    """Return the arguments of an optimizer of torch.optim in the spec's section."""
     pairs = sorted(optimizer.options.items())
     return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in pairs)
 
 
 def keys_read(rule: str) -> frozenset[str]:
-    """The keys that a run with this rule reads: those of the rule for other parameters too."""
+    """Return the keys that a run with this rule reads, including those of the rule for other parameters."""
     if rule.startswith(PREFIX):
         return frozenset({"options"})
     found = UPDATE_RULES[rule]
@@ -94,7 +94,7 @@ def keys_read(rule: str) -> frozenset[str]:
 
 
 def class_of(name: str) -> type[torch.optim.Optimizer]:
-    """Raises PlanError if torch.optim has none of this name."""
+    """Return a class of torch.optim. Raises PlanError if there is none of this name."""
     wanted = name.removeprefix(PREFIX)
     if wanted in _CLASSES:
         return _CLASSES[wanted]
@@ -104,12 +104,12 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def class_in_any_case(name: str) -> str | None:
-    """For ``rmsprop`` the name under which the spec takes it; None if torch.optim has no such class."""
+    """Return the name of a class of torch.optim in the spec, for ``rmsprop`` in any case; None if there is none."""
     return next((PREFIX + known for known in _CLASSES if known.lower() == name.lower()), None)
 
 
 def arguments_of(name: str, weight_decay: float, options: Options) -> dict[str, Any]:
-    """The keyword arguments of the class, beside lr. ``capturable`` keeps its count of updates on the device."""
+    """Return the keyword arguments of the class, beside lr. ``capturable`` keeps its count of updates on the device."""
     known = inspect.signature(class_of(name)).parameters
     decay = {"weight_decay": weight_decay} if "weight_decay" in known else {}
     return decay | dict(options)
@@ -117,7 +117,7 @@ def arguments_of(name: str, weight_decay: float, options: Options) -> dict[str, 
 
 @lru_cache(64)
 def tried_moments(name: str, options: Options) -> tuple[str, ...]:
-    """The kinds of values that it keeps of an element. Raises PlanError if it is not element-wise."""
+    """Return the values that it keeps of each element. Raises PlanError if it is not element-wise."""
     whole = _Trial(name, options, slice(None))
     whole.run()
     others = [n for n, v in whole.state.items() if n not in ("step", *whole.moments) and v is not None]

@@ -29,7 +29,7 @@ _ROWS = 32  # the memory-efficient kernel rounds up the rows of its sums
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, cudnn: bool = False) -> str:
-    """Which kernel a GPU takes. ``cudnn``: it prefers cuDNN's."""
+    """Return the kernel that a GPU takes. ``cudnn``: it prefers cuDNN's."""
     if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)) or q.dtype not in (*HALF, torch.float32):
         return MATH
     widths = {x.shape[-1] for x in (q, k, v)}
@@ -56,7 +56,7 @@ def attention(
     enable_gqa: bool = False,
     cudnn: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention, as far as memory goes."""
+    """Compute scaled_dot_product_attention, as far as memory goes."""
     kernel = kernel_of(query, key, value, attn_mask, cudnn=cudnn)
     if kernel != MATH:
         return _Fused.apply(query, key, value, attn_mask, kernel)
@@ -108,7 +108,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, size: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """aten.rms_norm, as far as memory goes."""
+    """Compute aten.rms_norm, as far as memory goes."""
     return _RmsNorm.apply(x, weight)
 
 

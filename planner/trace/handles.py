@@ -87,7 +87,7 @@ _WEIGHT_GRADIENTS.bind(_Sums())
 
 
 def planned(handle: Any) -> Any:
-    """The handle of planning for one of a lowered graph; anything else unchanged."""
+    """Return the handle of planning for one of a lowered graph; anything else unchanged."""
     if isinstance(handle, AxisHandle):
         return _axis(handle.name, handle.size)
     if isinstance(handle, WeightGradients):
@@ -99,7 +99,7 @@ STREAM_AT = {dropout.stream_dropout: 3, dropout.stream_attention: 2, dropout.str
 
 
 def without_stream(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call, with one name for all streams and draws."""
+    """Return the arguments of a call, with one name for all streams and draws."""
     if target in STREAM_AT:
         at = STREAM_AT[target]
         return (*args[:at], 0, *args[at + 1 :])

@@ -23,7 +23,7 @@ from planner.trace.trace import StageTrace, trace_of
 def context_at(
     decisions: Decisions, shards: Shards, place: Mapping[str, int], device: torch.device, **given: Any
 ) -> LowerContext:
-    """The context of the passes for the rank at ``place`` on the axes; its handles are bound to no group.
+    """Return the context of the passes for the rank at ``place`` on the axes; its handles are bound to no group.
     ``given``: other fields of the context.
     """
     mesh = decisions.mesh
@@ -54,8 +54,8 @@ class Lowered:
     _visits: dict[int, list[Visit]] = field(default_factory=dict, repr=False)
 
     def stage(self, index: int) -> StageGraph:
-        """The program of a stage before any part of it is captured, compiled or recomputed. It can be read, and run on
-        tensors without values.
+        """Return the program of a stage before any part of it is captured, compiled or recomputed. It can be read, and
+        run on tensors without values.
         """
         if index not in self._stages:
             place, cpu = self.decisions.mesh.place(0), torch.device("cpu")
@@ -66,18 +66,18 @@ class Lowered:
         return self._stages[index]
 
     def trace(self, index: int) -> StageTrace:
-        """On the other ranks it is as large."""
+        """Return the trace of a stage; that of other ranks is as large."""
         if index not in self._traces:
             self._traces[index] = trace_of(self.decisions, self.shards, self.stage(index))
         return self._traces[index]
 
     def scoring_trace(self) -> StageTrace:
-        """Of the stage of the loss as it returns scores of labels too (planner.exchanges.collectives.check_scored)."""
+        """Trace the stage of the loss with scores of labels (planner.exchanges.collectives.check_scored)."""
         scored = Lowered(self.decisions, self.shards, self.regions, passes=with_head(LOCAL, SCORES))
         return scored.trace(self.num_stages - 1)
 
     def visits(self, index: int) -> list[Visit]:
-        """Of the weights that ranks hold in shards, as the first rank of the stage reads them."""
+        """Return visits of weights that ranks hold in shards, as the first rank of the stage reads them."""
         if index not in self._visits:
             decisions, mesh = self.decisions, self.decisions.mesh
             place, cpu = mesh.place(mesh.rank_of(pp=mesh.pp_rank_of(index))), torch.device("cpu")

@@ -53,7 +53,7 @@ class Like:
 
     @property
     def bytes(self) -> int:
-        """Of memory of its own that it would need."""
+        """Return bytes that it would need as memory of its own."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
@@ -119,10 +119,9 @@ def observe(
     on_gpu: bool = False,
     cudnn: bool = False,
 ) -> Seen:
-    """The memory that ``target(*args, **kwargs)`` makes and saves; the arguments have Operands in place of tensors.
-
-    ``on_gpu``: attention and RMS norms by the kernels of a GPU, ``cudnn``: of one that prefers cuDNN's. Raises whatever
-    the op raises on tensors without values.
+    """Return the memory that ``target(*args, **kwargs)`` makes and saves; the arguments have Operands in place of
+    tensors. ``on_gpu``: attention and RMS norms by the kernels of a GPU, ``cudnn``: of one that prefers cuDNN's. Raises
+    whatever the op raises on tensors without values.
     """
     given = map_aggregate((args, kwargs), lambda held: held)  # lists and dicts become hashable
     return _seen(target, given, repr(given), tuple(operands), on_gpu, cudnn)
@@ -132,7 +131,7 @@ def observe(
 def _seen(
     target: Callable[..., Any], given: Any, _text: str, operands: tuple[Like, ...], on_gpu: bool, cudnn: bool
 ) -> Seen:
-    """``given``: positional and keyword arguments. ``_text``: of them, as 1 is not True nor 1.0."""
+    """Observe a call. ``given``: positional and keyword arguments. ``_text``: of them, as 1 is not True nor 1.0."""
     with _mode(), torch.enable_grad(), KernelsOfGPU(cudnn=cudnn) if on_gpu else nullcontext(), sent() as messages:
         leaves = [_empty(like) for like in operands]
         tensors = [_Operand.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
@@ -175,8 +174,8 @@ class _Operand(torch.autograd.Function):
 def _gradients(
     given_to: Sequence[Tensor], operands: Sequence[Tensor], made: Sequence[Tensor], allocations: Allocations
 ) -> tuple[Gradient | None, ...] | None:
-    """The gradients that the backward makes from gradients as large as the results; None if it cannot run without
-    values. ``given_to``: the leaves of ``operands``.
+    """Return the gradients that the backward makes from gradients as large as the results; None if it cannot run
+    without values. ``given_to``: the leaves of ``operands``.
     """
     results = [tensor for tensor in made if tensor.requires_grad]
     leaves = [tensor for tensor in given_to if tensor.requires_grad]
@@ -256,7 +255,7 @@ class Allocations(TorchDispatchMode):
 
     @property
     def living(self) -> dict[int, int]:
-        """Each memory that lives now → bytes."""
+        """Return each memory that lives now → bytes."""
         for memory in [memory for memory, (storage, _) in self._made.items() if storage.expired()]:
             del self._made[memory]
         return {memory: size for memory, (_, size) in self._made.items()}

@@ -65,7 +65,7 @@ class TraceCall:
 
     @property
     def names(self) -> frozenset[str]:
-        """All captured names that it stands for."""
+        """Return all captured names that the call stands for."""
         return frozenset((self.name, *self.ops))
 
 
@@ -117,13 +117,13 @@ class StageTrace:
 
     @property
     def kept(self) -> dict[int, int]:
-        """Memory that autograd saves of one microbatch, each once → bytes; without ``hidden``."""
+        """Return memory that autograd saves of one microbatch, each once → bytes; without ``hidden``."""
         found = dict.fromkeys(m for call in self.calls for m in call.keeps if m not in self.outside)
         return {memory: self.bytes_of[memory] for memory in found}
 
     @property
     def hidden(self) -> int:
-        """Bytes of saved tensors that are no value of the graph."""
+        """Return bytes of saved tensors that are no value of the graph."""
         return sum(sum(call.hidden) for call in self.calls)
 
 
@@ -217,7 +217,7 @@ class _Tracer:
         return tuple(made) if seen.is_tuple else made[0] if made else None
 
     def _observed(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], likes: list[Like]) -> Seen | None:
-        """None for an op that cannot be run without values, such as one with sizes that depend on them."""
+        """Return None for an op that cannot run without values, such as one with sizes that depend on them."""
         if node.target in OF_ROUTING:
             return None
         given = without_stream(node.target, args)
@@ -256,8 +256,8 @@ class _Tracer:
         return operands[result.shares].memory if result.shares >= 0 else made[-1 - result.shares].memory
 
     def _unseen(self, node: fx.Node, operands: list[Value]) -> Seen:
-        """New memory of the planned shapes. If the result has a gradient, floating-point operands are saved, but of
-        rows that move only their order.
+        """Return new memory of the planned shapes. If the result has a gradient, floating-point operands are saved, but
+        of rows that move only their order.
         """
         grad = bool(node.meta.get("grad"))
         held = node.meta.get("val")

@@ -71,7 +71,7 @@ class _Side:
             self.graphs.add(graph)
 
     def phase(self, *, is_captured: bool = False) -> Phase:
-        """``is_captured``: by a graph of the full iteration."""
+        """Return the phase. ``is_captured``: by a graph of the full iteration."""
         saved = self.ops.total() if is_captured else self.captured - len(self.graphs)
         return Phase(tuple(self.ops.items()), tuple(self.messages.items()), saved)
 
@@ -145,7 +145,7 @@ class Builder:
     def _added(
         self, trace: StageTrace, ops: OpsOf, call: TraceCall, reading: dict[int, list[int | None]], piece: int | None
     ) -> Iterator[Op]:
-        """A gradient that is added to another, of a value that is read twice. ``piece``: sums what its calls give."""
+        """Yield additions of gradients, of a value that is read twice. ``piece``: sums those of its own calls."""
         for number, gradient in zip(call.operands, call.seen.gradients, strict=False):
             value = trace.values[number]
             if gradient is None or not value.like.requires_grad or value.memory in trace.outside:
@@ -168,7 +168,7 @@ class Builder:
             side.messages.update(self._message(sent, call, ()) for sent in messages)
 
     def _message(self, sent: Sent, call: TraceCall, beside: tuple[Op, ...]) -> Message:
-        """``beside``: the products that the rank computes meanwhile."""
+        """Return the message of a call. ``beside``: the products that the rank computes meanwhile."""
         is_routed = sent.axis in BY_ROUTING
         size = Size.of(sent.bytes, self.micro, follows=call.name in self.follows or is_routed)
         if is_routed and call.node.target in meeting.MOVING:
@@ -178,8 +178,8 @@ class Builder:
     # ---- parameters, and values sent between stages
 
     def held(self) -> tuple[dict[int, Counter[HeldParameter]], dict[int, int], list[Shared]]:
-        """The parameters of each unit, bytes of the model's own buffers, and parameters that several units read. Counts
-        the sum of each gradient into its buffer, once a stage.
+        """Return the parameters of each unit, bytes of the model's own buffers, and parameters that several units read.
+        Counts the sum of each gradient into its buffer, once a stage.
         """
         mesh, program = self.decisions.mesh, self.decisions.program
         place, parts = mesh.place(0), self.decisions.expert_parts
@@ -223,7 +223,7 @@ class Builder:
         return replace(kept, rule=rules.of(local.fqn), matrices=matrices, shared_by=shared)
 
     def crossing(self) -> list[tuple[Crossing, ...]]:
-        """For each unit, the values that are sent if a stage ends with it."""
+        """Return, for each unit, the values that are sent if a stage ends with it."""
         decisions, found = self.decisions, []
         for names in self.homes.live:
             values = []
@@ -238,7 +238,7 @@ class Builder:
     # ---- the result
 
     def work(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool = True) -> CutWork:
-        """``kinds``: of recompute, and the pieces that each reruns."""
+        """Return the work of the cut. ``kinds``: of recompute, and the pieces that each reruns."""
         self._add(kinds, with_memory=with_memory)
         own, buffers, tied = self.held()
         crossing, units, made = self.crossing(), list[UnitWork](), dict[UnitWork, UnitWork]()
@@ -268,7 +268,7 @@ class Builder:
 
     @property
     def reads_global_sums(self) -> bool:
-        """Whether forwards of their own count sums for the loss, once a rank runs several microbatches."""
+        """Return whether forwards of their own count sums for the loss, once a rank runs several microbatches."""
         program = self.decisions.program
         reads = any(program.graph.graph.find_nodes(op="call_function", target=over_data))
         return reads and self.spec.batch.statistics == GLOBAL

@@ -27,8 +27,8 @@ from planner.trace.trace import StageTrace, TraceCall
 def fuse(
     trace: StageTrace, ops: OpsOf, kernels: Sequence[CallOps], pieces: Iterable[CompiledPiece]
 ) -> tuple[list[CallOps], dict[int, int]]:
-    """Of each call its kernels, of the first of a piece all of the piece's, of its others none; and index of a call →
-    its piece. ``kernels``: of each call by itself; ``pieces``: the compiled ones of all stages.
+    """Return the kernels of each call: a piece's first call has all of the piece's, its other calls have none; and
+    index of a call → its piece. ``kernels``: of each call by itself; ``pieces``: the compiled ones of all stages.
     """
     calls_of = {piece.index: numbers for piece, numbers in calls_of_pieces(trace, pieces).items()}
     found, readers = list(kernels), _readers(trace)
@@ -40,7 +40,7 @@ def fuse(
 
 
 def _readers(trace: StageTrace) -> dict[int, set[int]]:
-    """Memory → the calls that read it; −1: a later stage."""
+    """Return memory → the calls that read it; −1: a later stage."""
     found: dict[int, set[int]] = {}
     for at, call in enumerate(trace.calls):
         for number in call.operands:
@@ -79,7 +79,7 @@ def _results(trace: StageTrace, calls: Sequence[TraceCall], memories: set[int]) 
 def with_fused_saves(
     trace: StageTrace, pieces: Sequence[CompiledPiece], recomputed: Sequence[Piece] = ()
 ) -> StageTrace:
-    """The trace in which calls of ``pieces`` keep what the functions of these save; memory keeps its numbers."""
+    """Return the trace in which calls of ``pieces`` keep what the functions of these save; memory keeps its numbers."""
     if not pieces:
         return trace
     calls, again = list(trace.calls), set[int]()
@@ -98,13 +98,13 @@ def with_fused_saves(
 
 
 def edited(lowered: Lowered, index: int) -> StageTrace:
-    """The trace of a stage as it runs: with its compiled pieces, and with what its recomputed blocks free."""
+    """Return the trace of a stage as it runs: with its compiled pieces, and with what its recomputed blocks free."""
     trace = with_fused_saves(lowered.trace(index), lowered.pieces, lowered.recomputed)
     return with_reruns(trace, lowered.recomputed)
 
 
 def calls_of_pieces(trace: StageTrace, pieces: Iterable[CompiledPiece]) -> dict[CompiledPiece, list[int]]:
-    """Numbers of the calls of each piece of the stage; ``pieces``: of all stages."""
+    """Return numbers of the calls of each piece of the stage; ``pieces``: of all stages."""
     piece_of = {name: piece for piece in pieces if piece.stage == trace.index for name in piece.nodes}
     found: dict[CompiledPiece, list[int]] = {}
     for at, call in enumerate(trace.calls):
@@ -116,7 +116,7 @@ def calls_of_pieces(trace: StageTrace, pieces: Iterable[CompiledPiece]) -> dict[
 def _saved(
     trace: StageTrace, calls: Sequence[TraceCall], numbers: Sequence[int], savers: Mapping[int, set[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """What each call of a piece keeps: a saved memory is kept by its maker, or by the first call."""
+    """Return the memory that each call of a piece keeps: its maker, or the first call, keeps a saved memory."""
     inside = set(numbers)
     wanted = {m for at in numbers for m in calls[at].keeps} - trace.outside
     if not wanted:
@@ -131,7 +131,7 @@ def _saved(
 
 
 def _least(trace: StageTrace, calls: Sequence[TraceCall], wanted: set[int], free: set[int]) -> set[int]:
-    """The cut of least bytes, of memory that the stage owns."""
+    """Return the cut of least bytes, of memory that the stage owns."""
     made = made_of(calls)
     free = free | trace.outside
     sizes = {m: 0 if m in free else trace.bytes_of[m] for call in calls for m in (*call.reads, *call.makes)}

@@ -29,20 +29,19 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: its backward recompu
 
 
 def touched(like: Like) -> int:
-    """Bytes that whoever reads all of a value reads: of a view its own elements, of a repeated one each once."""
+    """Return bytes that a reader of a full value reads: of a view its own elements, of an expanded one each once."""
     return like.dtype.itemsize * prod(n for n, stride in zip(like.shape, like.strides, strict=True) if stride or not n)
 
 
 def factors_of(call: TraceCall, node: fx.Node) -> list[int]:
-    """Numbers of the values that a product multiplies; lowering puts them first in products with a parameter."""
+    """Return numbers of the values that a product multiplies; lowering puts them first in products with a parameter."""
     first, last = (0, 1) if call.node.target in PRODUCTS else multiplied(node.target) or (0, 1)
     return list(call.operands[first : last + 1])
 
 
 def puts_aside(trace: StageTrace, call: TraceCall) -> bool:
-    """Whether a W may compute gradients of a call: it multiplies a value that has a gradient with trained parameters.
-
-    Products of experts do not wait (passes.ops.meeting).
+    """Return whether a W may compute gradients of a call: it multiplies a value that has a gradient with trained
+    parameters. Products of experts do not wait (passes.ops.meeting).
     """
     if call.node.target not in PRODUCTS or call.node.target is grouped_linear:
         return False
@@ -51,14 +50,14 @@ def puts_aside(trace: StageTrace, call: TraceCall) -> bool:
 
 
 def waiting_calls(trace: StageTrace) -> frozenset[int]:
-    """Numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
+    """Return numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
     counted, so this is an upper bound.
     """
     return frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
 
 
 def made_of(calls: Iterable[TraceCall]) -> set[int]:
-    """Memory that ``calls`` make: no view of what they read."""
+    """Return memory that ``calls`` make: no view of what they read."""
     return {memory for call in calls for memory in call.makes if memory not in call.reads}
 
 
@@ -80,7 +79,7 @@ class OpsOf:
         self._cache: dict[Any, CallOps] = {}
 
     def of(self, call: TraceCall) -> CallOps:
-        """Of equal calls once."""
+        """Return the kernels of a call; equal calls are computed once."""
         values = self.trace.values
         key = (
             call.node.target, tuple(self.node_of(n).target for n in call.ops), call.seen,
@@ -98,22 +97,22 @@ class OpsOf:
         return self.value_follows.get(number, self.memory_follows[self.trace.values[number].memory])
 
     def _held_bytes(self, call: TraceCall) -> Size:
-        """Bytes that the backward of a call reads: its saved tensors."""
+        """Return bytes that the backward of a call reads: its saved tensors."""
         kept = (Size.of(self.trace.bytes_of[m], self.micro, follows=self.memory_follows[m]) for m in call.keeps)
         return reduce(Size.plus, kept, self.hidden(call))
 
     def hidden(self, call: TraceCall) -> Size:
-        """Bytes that only this call saves; they are proportional to the batch if an operand is, for a loss too."""
+        """Return bytes that only this call saves: proportional to the batch if an operand is, also for a loss."""
         follows = call.name in self.follows or any(map(self.size_follows, call.operands))
         return Size.of(sum(call.hidden), self.micro, follows=follows)
 
     def size_of(self, number: int) -> Size:
-        """Bytes that a reader of all of a value reads."""
+        """Return bytes that a reader of all of a value reads."""
         like = self.trace.values[number].like
         return Size.of(touched(like), self.micro, follows=self.size_follows(number))
 
     def sizes_of(self, numbers: Iterable[int]) -> Size:
-        """The same of several."""
+        """Return the same of several."""
         return Size.total(map(self.size_of, numbers))
 
     def _made(self, call: TraceCall) -> CallOps:
@@ -141,7 +140,7 @@ class OpsOf:
         return CallOps((Op(self.dtype_of(call), total),), tuple(self._gradient_ops(call)))
 
     def _gradient_ops(self, call: TraceCall) -> Iterator[Op]:
-        """One kernel for all gradients that are new memory."""
+        """Yield one kernel for all gradients that are new memory."""
         new = self._new_gradients(call)
         if not new:
             return
@@ -179,7 +178,7 @@ class OpsOf:
         return self._both_ways(call, product, total, (*trained, False)[:2], call.results[0], rest)
 
     def _products(self, call: TraceCall) -> CallOps:
-        """Of one value, which the call gathers first, or its gradient is summed: each as if it stood alone."""
+        """Return the products of one value that the call gathers, or sums the gradient of: each as if alone."""
         args: Any = call.node.args
         *_, weights, biases, _ = args
         held = dict.fromkeys((args[0], *weights, *(b for b in biases if b is not None)))
@@ -199,7 +198,7 @@ class OpsOf:
         return self._both_ways(call, product, total, (x.requires_grad, w.requires_grad), result, has_bias)
 
     def _factor(self, value: int, weight: int, result: int) -> Size:
-        """Bytes of all of the value that is multiplied; of ``value`` itself a rank may have a part."""
+        """Return bytes of all of the value that is multiplied; of ``value`` itself a rank may have a part."""
         x, w, out = (self.trace.values[n].like for n in (value, weight, result))
         elements = prod(out.shape[:-1]) * (prod(w.shape) // out.shape[-1])
         return Size.of(elements * x.dtype.itemsize, self.micro, follows=self.size_follows(value))
@@ -207,7 +206,7 @@ class OpsOf:
     def _both_ways(
         self, call: TraceCall, product: Op, total: Size, trained: tuple[bool, ...], result: int, bias: bool
     ) -> CallOps:
-        """``trained``: which of the two factors have gradients. ``bias``: whether an addend has."""
+        """Return forward and backward. ``trained``: factors with gradients. ``bias``: an addend has one."""
         forward = Op(product.dtype, total, product.sides, product.follows)
         of_value = (product.turned(OF_FIRST, total),) if trained[0] else ()
         held = (product.turned(OF_SECOND, total),) if trained[1] else ()
@@ -216,7 +215,7 @@ class OpsOf:
         return CallOps((forward,), (*of_value, *held), held)
 
     def _per_sequence(self, call: TraceCall, sides: Sides, at: int) -> Op:
-        """``at``: the side that is proportional to the sequences; −1: none."""
+        """Return the product. ``at``: the side that is proportional to the sequences; −1: none."""
         if at >= 0 and sides[at] % self.micro:
             at = -1
         b, m, n, k = (side // self.micro if i == at else side for i, side in enumerate(sides))
@@ -240,7 +239,7 @@ class OpsOf:
         return self._per_sequence(call, sides, at)
 
     def _local_flops(self, node: fx.Node, likes: Sequence[Like], out: Like) -> float:
-        """Of one rank. Each dim of an einsum or a convolution is in two of its three tensors, as a rule."""
+        """Return operations of one rank: each dim of einsums and convolutions is in two of three tensors."""
         if node.target not in CONVOLUTIONS and packet_of(node.target) is not aten.einsum and likes[0].shape:
             return 2.0 * prod(out.shape) * likes[0].shape[-1]
         whole, local = 1.0, 1.0
@@ -276,7 +275,7 @@ class OpsOf:
         return CallOps((forward,), (backward,))
 
     def dtype_of(self, call: TraceCall) -> str:
-        """Of what a call makes."""
+        """Return the dtype of a call's results."""
         values = self.trace.values
         floats = [values[n].like.dtype for n in (*call.results, *call.operands)]
         found = next((d for d in floats if d.is_floating_point), floats[0] if floats else None)
@@ -284,7 +283,7 @@ class OpsOf:
 
 
 def _plain_sides(packet: Any, a: Like, b: Like, out: Like, follows: list[bool]) -> tuple[Sides, int]:
-    """(batch, m, n, k), and which of them follows the batch."""
+    """Return (batch, m, n, k), and the side that follows the batch."""
     k = a.shape[-1] if a.shape else 1
     if packet is aten.linear or len(b.shape) <= 2:
         n = prod(out.shape) // max(1, prod(a.shape[:-1])) if a.shape else 1
@@ -297,7 +296,7 @@ def _plain_sides(packet: Any, a: Like, b: Like, out: Like, follows: list[bool]) 
 
 
 def _other_sides(flops: float, out: Like, follows: list[bool]) -> tuple[Sides, int]:
-    """Of a convolution, an einsum, products of experts: as if one matrix were multiplied with another."""
+    """Return sides of one matrix product, for a convolution, an einsum or products of experts."""
     n = out.shape[-1] if out.shape else 1
     m = max(1, prod(out.shape) // max(1, n))
     k = max(1, round(flops / (2 * max(1, m * n))))

@@ -46,7 +46,7 @@ _NOWHERE = fx.Graph().placeholder("nowhere")
 
 
 class Homes:
-    """Of one captured program. ``ends``: the calls before the first block, and those after the last, are units too."""
+    """Units of one captured program. ``ends``: the calls before the first block, and after the last, are units too."""
 
     def __init__(self, decisions: Decisions, *, ends: bool = False) -> None:
         program, block_of = decisions.program, decisions.blocks.block_of()
@@ -75,18 +75,18 @@ class Homes:
 
     @cached_property
     def live(self) -> tuple[tuple[str, ...], ...]:
-        """For each cut between two units, the values that cross it."""
+        """Return the values that cross each cut between two units."""
         return live_values(self.anchor, self.num_units)
 
     @cached_property
     def of_placeholder(self) -> dict[str, Units]:
-        """Parameter, buffer or constant → the units that read it."""
+        """Return parameter, buffer or constant → the units that read it."""
         nodes = (n for n in self.program.graph.graph.nodes if n.op == "placeholder")
         return {node.name: self._of_node.get(node.name, ()) for node in nodes}
 
 
 def following(program_nodes: list[fx.Node], inputs: set[str], flow: dict[fx.Node, frozenset[int] | None]) -> set[str]:
-    """Names of the values that are as many times as large as a microbatch has sequences.
+    """Return names of the values that are as many times as large as a microbatch has sequences.
 
     A value that is expanded to the batch without reading it, as a mask may be, does not count.
     """
@@ -127,7 +127,7 @@ class Scaled:
         return cls(units, (once, _twice(once, ops)), of_calls, [*crossing, {}], waiting_calls(trace))
 
     def part(self, first: int, end: int, trace: StageTrace) -> tuple[StageTrace, list[int]]:
-        """The trace of units [first, end), and the numbers of its calls in that of all."""
+        """Return the trace of units [first, end), and the numbers of its calls in that of all."""
         numbers = [at for at, units in enumerate(self.homes) if any(first <= unit < end for unit in units)]
         calls, new = [trace.calls[at] for at in numbers], {at: n for n, at in enumerate(numbers)}
         received, sent = trace.received, trace.sent
@@ -143,12 +143,12 @@ class Scaled:
 
 
 def _first_of(block: LetGo) -> int:
-    """A call that lies in the block's own unit: its last one may be a conversion of its result in the next unit."""
+    """Return a call in the block's own unit: the last call may be a conversion of its result in the next unit."""
     return block.again[0] if block.again else min(block.end, block.reads)
 
 
 def _renumbered(block: LetGo, new: Mapping[int, int]) -> LetGo:
-    """In a part of a trace that has all of the block, but perhaps not the conversion of its result."""
+    """Return the block in a part of a trace that has all of it, but perhaps not the conversion of its result."""
     end, reads = (new[max(at for at in new if at <= last)] for last in (block.end, block.reads))
     inside, again = frozenset(new[at] for at in block.inside), tuple(new[at] for at in block.again if at in new)
     return replace(block, end=end, reads=reads, inside=inside, again=again)
@@ -169,7 +169,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Of a cut: its traced stages by kind of recompute. ``micro``: sequences of the traces; ``after``: names of the
+    """The traced stages of a cut by kind of recompute. ``micro``: sequences of the traces; ``after``: names of the
     calls after the last block. Owns: the parts that were asked for.
     """
 
@@ -179,7 +179,7 @@ class Parts:
     known: dict[tuple[str, int, int, bool], Part] = field(default_factory=dict)
 
     def stage(self, kind: str, units: Sequence[int], micro: int, waits: bool) -> StageBytes:
-        """Of a stage of these ``units``, which ascend. ``waits``: gradients of weights wait for a W."""
+        """Return bytes of a stage of these ascending ``units``. ``waits``: gradients of weights wait for a W."""
         first, end, copies = units[0], units[-1] + 1, Counter(units)
         part = self._part(kind, first, end, waits)
         of, held, aside = part.at(micro), dict.fromkeys(range(first, end), 0.0), dict.fromkeys(range(first, end), 0.0)
@@ -226,7 +226,7 @@ class Parts:
 
 
 def envelope(sizes: set[Size]) -> list[Size]:
-    """The sizes that are the largest for some microbatch."""
+    """Return the sizes that are the largest for some microbatch."""
     kept: list[Size] = []
     for size in sorted(sizes, key=lambda s: (-s.per, -s.fixed)):
         if not kept or size.fixed > kept[-1].fixed:
@@ -235,7 +235,7 @@ def envelope(sizes: set[Size]) -> list[Size]:
 
 
 def _twice(trace: StageTrace, ops: OpsOf) -> StageTrace:
-    """The trace for twice as many sequences."""
+    """Return the trace for twice as many sequences."""
     sizes = [n * 2 if follows else n for n, follows in zip(trace.bytes_of, ops.memory_follows, strict=True)]
     values = [replace(v, like=_doubled(v.like)) if ops.size_follows(v.number) else v for v in trace.values]
     calls = [_call_twice(call, ops) for call in trace.calls]

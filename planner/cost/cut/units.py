@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, amount: float, micro: int, *, follows: bool) -> Size:
-        """``amount`` of ``micro`` sequences."""
+        """Return the size of ``amount`` for ``micro`` sequences."""
         return cls(0.0, amount / micro) if follows else cls(float(amount), 0.0)
 
     def at(self, micro: int) -> float:
@@ -68,11 +68,11 @@ class Op:
         return b, m, n, k
 
     def flops(self, micro: int) -> float:
-        """Operations of its products."""
+        """Return operations of its products."""
         return self.attention.at(micro) if self.sides is None else 2.0 * prod(self.sides_at(micro))
 
     def turned(self, order: tuple[int, int, int, int], more: Size) -> Op:
-        """The product with its sides in another order, as the gradient of an operand is."""
+        """Return the product with its sides in another order, as the gradient of an operand is."""
         assert self.sides is not None
         b, m, n, k = (self.sides[i] for i in order)
         return Op(self.dtype, more, (b, m, n, k), order.index(self.follows) if self.follows >= 0 else -1)
@@ -91,12 +91,12 @@ class CallOps:
 
     @property
     def of_value(self) -> tuple[Op, ...]:
-        """The products of the backward that make the gradient of its first operand."""
+        """Return the products of the backward that make the gradient of its first operand."""
         return tuple(op for op in (Counter(self.backward) - Counter(self.of_held)).elements() if op.sides is not None)
 
 
 def together(parts: Iterable[CallOps]) -> CallOps:
-    """Kernels of a call that does the work of several."""
+    """Return kernels of a call that does the work of several."""
     sides = zip(*((part.forward, part.backward, part.of_held) for part in parts), strict=True)
     return CallOps(*(tuple(chain.from_iterable(of_side)) for of_side in sides))
 
@@ -127,7 +127,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one microbatch. ``weights``: the part of the backward that a W may run."""
+    """Work of one microbatch. ``weights``: the part of the backward that a W may run."""
 
     forward: Phase = Phase()
     backward: Phase = Phase()
@@ -182,8 +182,8 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Of several ``units``, ascending. ``work`` that a stage does once: masks, rotary tables, an f that all decoder
-    layers read. ``held``, ``buffer_bytes``: a parameter, or buffer, that a rank with one of them holds once.
+    """Parts of several ascending ``units``. ``work`` that a stage does once: masks, rotary tables, an f that all
+    decoder layers read. ``held``, ``buffer_bytes``: a parameter, or buffer, that a rank with one of them holds once.
     """
 
     units: tuple[int, ...]
@@ -192,7 +192,7 @@ class Shared:
     buffer_bytes: int = 0
 
     def is_in(self, first: int, end: int) -> bool:
-        """Whether a stage of units [first, end) has one of them."""
+        """Return whether a stage of units [first, end) has one of them."""
         return any(first <= unit < end for unit in self.units)
 
 
@@ -200,7 +200,7 @@ MemoryOf = Callable[[str, Sequence[int], int, bool], StageBytes]  # kind of reco
 
 
 def ranges_of(sizes: Sequence[int], *, ends: bool) -> list[tuple[int, int]]:
-    """[first, end) of the units of each stage. ``sizes``: blocks of each; ``ends``: as CutWork has it."""
+    """Return [first, end) of the units of each stage. ``sizes``: blocks of each; ``ends``: as CutWork has it."""
     found = [int(ends) + end for end in accumulate(sizes)]
     found[-1] += ends
     return list(pairwise((0, *found)))
@@ -226,7 +226,7 @@ class CutWork:
     cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     def at(self, micro: int) -> CutWork:
-        """The same cut for microbatches of ``micro`` sequences."""
+        """Return the same cut for microbatches of ``micro`` sequences."""
         if micro == self.micro:
             return self
         found = self.cache.get(("at", micro))
@@ -236,13 +236,12 @@ class CutWork:
         return found
 
     def ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """[first, end) of the units of each stage. ``sizes``: blocks of each."""
+        """Return [first, end) of the units of each stage. ``sizes``: blocks of each."""
         return ranges_of(sizes, ends=self.ends)
 
     def repeated(self, order: tuple[int, ...]) -> CutWork:
-        """The cut of a deeper model: block i of it is block ``order[i]`` of this one (``order`` ascends, and has all).
-
-        Work that units share is shared by all their copies.
+        """Return the cut of a deeper model: block i of it is block ``order[i]`` of this one (``order`` ascends, and has
+        all). Work that units share is shared by all their copies.
         """
         if self.ends:
             order = (0, *(old + 1 for old in order), len(self.units) - 1)

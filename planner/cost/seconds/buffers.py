@@ -65,8 +65,8 @@ class HeldBuffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """The moments, a mean of the weights if there is one, main parameters and gradients if the buffer is less
-        precise.
+        """Return the moments, a mean of the weights if there is one, main parameters and gradients if the buffer is
+        less precise.
         """
         return self.shard * (self.num_moments + self.averaged + self._copies) * self.main_itemsize
 
@@ -76,7 +76,7 @@ class HeldBuffer:
 
     @property
     def update_bytes(self) -> int:
-        """Moved by norm, copies and the update: gradient, moments and parameters read, all but the gradient written.
+        """Return bytes that norm, copies and update move: read gradient, moments, parameters; write the last two.
 
         A mean of the weights: difference, product and sum, each read and written by itself.
         """
@@ -107,7 +107,7 @@ class RankHolds:
 
 def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], layout: Layout,
                spec: Spec) -> RankHolds:  # fmt: skip
-    """``chunks``: the ranges of units of this pp rank; ``others``: those of the other ranks."""
+    """Return the holdings of a rank. ``chunks``: ranges of its units; ``others``: those of the other ranks."""
     chunks, others = list(chunks), list(others)
     groups: dict[tuple[object, ...], list[tuple[HeldParameter, int]]] = {}
     frozen = 0
@@ -135,7 +135,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
 
 
 def _buffer(held: Sequence[tuple[HeldParameter, int]], layout: Layout, spec: Spec, *, tied: bool) -> HeldBuffer:
-    """Of the parameters that share it."""
+    """Return the buffer of the parameters that share it."""
     first, optimizer, matrices = held[0][0], spec.optimizer, Counter[tuple[int, int]]()
     for p, count in held:
         for number, rows, columns in p.matrices:
@@ -163,7 +163,7 @@ def _buffer(held: Sequence[tuple[HeldParameter, int]], layout: Layout, spec: Spe
 
 
 def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of full weights, and of their gradients, by the axis that shares them. ``asked``: dtype of gradients."""
+    """Return bytes of full weights, and of gradients, by the axis that shares them. ``asked``: their dtype."""
     weights, gradients = dict[str, int](), dict[str, int]()
     for p, count in held:
         weights[p.reduced_over] = weights.get(p.reduced_over, 0) + p.starts * count * p.itemsize
@@ -174,7 +174,7 @@ def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[s
 
 
 def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, asked: str | None) -> int:
-    """Bytes of full weights and gradients at once on a rank with these ranges of units; as planner.cost.whole."""
+    """Return bytes of full weights and gradients at once for these ranges of units, as planner.cost.whole."""
     if layout.zero < 2:
         return 0
     mesh, weights, gradients = layout.mesh, list[int](), list[int]()
@@ -208,7 +208,7 @@ def stage_bytes(work: CutWork, layout: Layout, first: int, end: int) -> StageByt
 
 
 def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None) -> Peak:
-    """As long as its memory still grows; of messages those received for the next action, and those just sent."""
+    """Return the peak of a rank, with messages received for the next action, and those just sent."""
     mesh = layout.mesh
     pp, own = mesh.pp, mesh.stages_of(rank)
     group = group_size or pp

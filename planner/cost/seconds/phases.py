@@ -60,7 +60,7 @@ class Spent(NamedTuple):
         return Spent(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def with_host(self) -> Spent:
-        """The device waits for its host, if that takes longer over all kernels."""
+        """Return the device waits for its host, if that takes longer over all kernels."""
         waits = max(0.0, self.host - self.compute - self.recompute)
         return self._replace(compute=self.compute + waits, host=0.0)
 
@@ -75,7 +75,7 @@ FINE_HEADS, HEADS = 128, (32, 64)  # features of a head up to which kernels have
 
 
 def peak_of(device: Device, dtype: str) -> float:
-    """Operations a second of products of ``dtype``; of a dtype that is not listed, those of its neighbour."""
+    """Return operations a second of products of ``dtype``; of a dtype that is not listed, those of its neighbour."""
     if dtype in device.flops:
         return device.flops[dtype]
     for other, factor in LIKE.get(dtype, ()):
@@ -92,9 +92,8 @@ ADDING = 1.03  # a product in parts, relative to one
 
 @lru_cache(maxsize=1 << 16)
 def tiled_flops(sides: tuple[int, int, int, int], processors: int, fill: int) -> float:
-    """Operations that the device could do at its full speed while it computes a product of ``sides`` (b, m, n, k).
-
-    ``fill``: steps of k in which the pipeline of a tile fills.
+    """Return operations that the device could do at its full speed while it computes a product of ``sides`` (b, m, n,
+    k). ``fill``: steps of k in which the pipeline of a tile fills.
     """
     b, m, n, k = sides
     best = float("inf")
@@ -111,7 +110,7 @@ def tiled_flops(sides: tuple[int, int, int, int], processors: int, fill: int) ->
 
 
 class Roofline:
-    """Of one device. ``slower``: the slowdown of devices that share their processor."""
+    """Speed of one device. ``slower``: the slowdown of devices that share their processor."""
 
     def __init__(self, device: Device, slower: float = 1.0) -> None:
         self.slower = slower
@@ -136,7 +135,7 @@ class Roofline:
         return self.slower * (self.launch**2 + work**2) ** 0.5
 
     def _product(self, sides: tuple[int, int, int, int]) -> float:
-        """Operations at full speed that take as long as the product."""
+        """Return operations at full speed that take as long as the product."""
         fill = self.device.half_tile
         if self.device.processors is not None:
             return tiled_flops(sides, self.device.processors, fill)
@@ -144,25 +143,25 @@ class Roofline:
         return 2.0 * b * (m + fill) * (n + fill) * (k + fill)
 
     def _filled(self, head: int) -> float:
-        """How many times as many features a GPU's attention computes as a head has."""
+        """Return how many times as many features a GPU's attention computes as a head has."""
         if self.device.processors is None or not head:
             return 1.0
         step = HEADS[head > FINE_HEADS]
         return ceil(head / step) * step / head
 
     def all(self, ops: Iterable[tuple[Op, int]], micro: int) -> float:
-        """Of kernels one after the other, if the host launches them as fast."""
+        """Return seconds of kernels one after the other, if the host launches them as fast."""
         return sum(self.seconds(op, micro) * count for op, count in ops)
 
     def host(self, ops: Iterable[tuple[Op, int]], saved: int = 0) -> float:
-        """Of the host that launches them. ``saved``: launches that it need not make, because a CUDA graph launches
-        several kernels at once.
+        """Return seconds in which the host launches them. ``saved``: launches that are not needed, because a CUDA graph
+        launches several kernels at once.
         """
         kernels = sum(count for _, count in ops)
         return self.slower * (self.device.host or 0.0) * max(0, kernels - saved)
 
     def moving(self, num_bytes: float) -> float:
-        """Of a kernel that only moves bytes."""
+        """Return seconds of a kernel that only moves bytes."""
         return self.slower * (self.launch**2 + (num_bytes / self.bandwidth) ** 2) ** 0.5 if num_bytes else 0.0
 
 
@@ -174,7 +173,7 @@ class Pricing:
         self.roofline, self.wires = Roofline(cluster.device, slower), wires(cluster, slower)
 
     def message(self, message: Message, micro: int, *, alone: bool = False) -> float:
-        """Seconds that the rank waits for it. ``alone``: no product overlaps it."""
+        """Return seconds that the rank waits for it. ``alone``: no product overlaps it."""
         whole = self.collective(message.kind, message.axis, message.bytes.at(micro))
         if alone:
             return whole
@@ -195,8 +194,8 @@ class Pricing:
 
 
 class UnitSeconds(NamedTuple):
-    """Of one unit, or stage, and one microbatch. ``weights``: of a W, if the schedule has them; else none, and the
-    backward has all.
+    """Seconds of one unit, or stage, and one microbatch. ``weights``: of a W, if the schedule has them; else none, and
+    the backward has all.
     """
 
     forward: Spent = Spent()
@@ -211,12 +210,12 @@ class UnitSeconds(NamedTuple):
         return UnitSeconds(*map(Spent.plus, self, other))
 
     def with_host(self) -> UnitSeconds:
-        """Each pass as long as the host needs for it, or longer."""
+        """Return passes that take at least as long as the host needs for them."""
         return UnitSeconds(*map(Spent.with_host, self))
 
 
 def _seconds(work: Work, pricing: Pricing, micro: int, *, waits: bool) -> UnitSeconds:
-    """``waits``: weight gradients are deferred."""
+    """Return seconds of the work. ``waits``: weight gradients are deferred."""
     forward, backward = pricing.phase(work.forward, micro), work.backward
     if not waits:
         return UnitSeconds(forward, pricing.phase(backward, micro))
@@ -255,9 +254,8 @@ class WorkSeconds:
 
 
 def flops_of_stages(work: CutWork, kind: str, ranges: Sequence[tuple[int, int]]) -> StageCosts:
-    """Operations of products of one microbatch on each stage: forward, backward without those of weights, and these.
-
-    Attention has no weights: its backward is a B alone.
+    """Return operations of products of one microbatch on each stage: forward, backward without those of weights, and
+    these. Attention has no weights: its backward is a B alone.
     """
 
     def of_ops(phases: Iterable[Phase]) -> float:
@@ -278,7 +276,7 @@ def _multiplies(op: Op) -> bool:
 
 
 def flops_of(work: CutWork) -> tuple[float, str]:
-    """Operations of products of all units for one microbatch, forward and backward; the dtype that has most of them."""
+    """Return operations of products of all units for one microbatch, both ways; and the dtype with most of them."""
     found: Counter[str] = Counter()
     counts = Counter(map(id, work.units))
     for unit in {id(unit): unit for unit in work.units}.values():

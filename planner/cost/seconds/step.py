@@ -34,7 +34,7 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class EndOfStep:
-    """Of one rank: seconds until it may join the norm, after its last backward; of the update; of the gather, without
+    """Seconds of one rank: until it may join the norm, after its last backward; of the update; of the gather, without
     the part that its next forward hides.
     """
 
@@ -91,7 +91,7 @@ def _bucket(buffer: HeldBuffer) -> float:
 
 
 def _sums(buffer: HeldBuffer, pricing: Pricing) -> float:
-    """All-reduces of this rank's shard over the axes that its gradients are partial over, and of tied weights."""
+    """Return seconds of all-reduces of this rank's shard over axes with partial gradients, and of tied weights."""
     size = buffer.shard * buffer.main_itemsize
     axes: Sequence[str] = [axis for axis in SUMS if axis in buffer.partial_over]
     total = sum(pricing.collective("all_reduce", axis, size) for axis in axes)
@@ -101,7 +101,7 @@ def _sums(buffer: HeldBuffer, pricing: Pricing) -> float:
 
 
 def norm_seconds(pricing: Pricing, num_noted: int) -> float:
-    """One all-reduce over all ranks, which the update waits for."""
+    """Return seconds of one all-reduce over all ranks, which the update waits for."""
     size = NORM_BYTES * (3 + num_noted + NOTES_OF_A_RANK * pricing.mesh.world_size)
     return pricing.collective("all_reduce", "world", size) if pricing.mesh.world_size > 1 else 0.0
 
@@ -117,7 +117,7 @@ class Exchanged:
         self._known: dict[int, tuple[float, float]] = {}
 
     def beside(self, stage: UnitSeconds, first: int, end: int) -> UnitSeconds:
-        """``stage``, of units [first, end), with what its exchanges add to a microbatch."""
+        """Return ``stage``, of units [first, end), with the seconds that its exchanges add to a microbatch."""
         units = [self._of(unit.parameters, id(unit)) for unit in self._work.units[first:end]]
         tied = [(item.held, 1) for item in self._work.shared if item.held is not None and item.is_in(first, end)]
         units.append(self._of(tied, None))
@@ -133,7 +133,7 @@ class Exchanged:
         return stage.plus(UnitSeconds(*added))
 
     def _of(self, held: Held, key: int | None) -> tuple[float, float]:
-        """Seconds of the gather of the weights of a unit, and of the sum of their gradients."""
+        """Return seconds of the gather of the weights of a unit, and of the sum of their gradients."""
         if key is not None and key in self._known:
             return self._known[key]
         weights, gradients = bytes_by_axis(held, self._asked)
