@@ -1,10 +1,10 @@
-"""From a typed, staged graph to the work of its units: traces each stage, and assigns each call to its unit.
+"""Counts the work of the units of a typed, staged graph: traces each stage, and assigns each call to its unit.
 
-Collectives of a call, and the products that they overlap:
+Collectives of a call, and the products that overlap them:
 
-f before products of weights     its sum runs beside the gradients of the weights (passes.ops.linear)
-gather before them               gathered again beside the gradient of the value, reduce-scatter beside the weights'
-everything else                  the rank waits
+f before linears           its all-reduce overlaps the weight gradients (passes.ops.linear)
+gather before linears      the second all-gather overlaps the gradient of the value, the reduce-scatter those of weights
+all others                 the rank waits
 """
 
 from collections import Counter
@@ -55,8 +55,8 @@ from planner.trace.trace import StageTrace, TraceCall
 
 
 class _Side:
-    """Kernels and collectives of a unit in one direction, while they are counted. ``captured``: kernels in graphs, of
-    the ``graphs`` by their indices.
+    """Kernels and collectives of a unit in one direction, while they are counted. ``captured``: the number of kernels
+    in CUDA graphs; ``graphs``: the indices of these graphs.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class _Side:
             self.graphs.add(graph)
 
     def phase(self, *, is_captured: bool = False) -> Phase:
-        """Return the phase. ``is_captured``: by a graph of the full iteration."""
+        """Return the counts. ``is_captured``: by a full-iteration graph."""
         saved = self.ops.total() if is_captured else self.captured - len(self.graphs)
         return Phase(tuple(self.ops.items()), tuple(self.messages.items()), saved)
 
 
 class Builder:
-    """Owns the counts of each unit, and of values that several units share. ``ends``: as CutWork has it."""
+    """Counts the work of each unit, and the work that several units share. ``ends``: as in CutWork."""
 
     def __init__(self, lowered: Lowered, spec: Spec, *, ends: bool = False) -> None:
         decisions = lowered.decisions
@@ -89,7 +89,7 @@ class Builder:
         flow = batch_flow(program, on_batch) if self.micro > 1 else {}
         nodes = list(program.graph.graph.nodes)
         self.follows = following(nodes, set(program.inputs), flow)
-        self.sides: dict[tuple[Units, str], _Side] = {}  # by homes and direction: forward, backward, again kind
+        self.sides: dict[tuple[Units, str], _Side] = {}  # by units and direction: forward, backward, weights, again …
         self.parts = Parts(self.micro, frozenset(after_blocks(decisions)))
         captured = [region for region in lowered.regions if not region.refused]
         self.graph_of = {(r.stage, name): r.index for r in captured for name in r.nodes}
@@ -100,17 +100,17 @@ class Builder:
         return self.sides.setdefault((units, direction), _Side())
 
     def _add(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool) -> None:
-        """Count every stage, and the calls that each kind of recompute repeats in it."""
+        """Count the calls of every stage, and those that each kind of recomputation reruns."""
         blocks = self.decisions.stages.blocks_of_stage
         ranges = ranges_of(list(map(len, blocks)) if any(blocks) else [1], ends=self.ends)
         for index in range(self.decisions.stages.num_stages):
             trace = self.lowered.trace(index)
             ops = OpsOf(trace, self.micro, self.decisions.program.node, self.follows)
             of_stage = [self.homes.of_call(call) for call in trace.calls]
-            found, piece_of = fuse(trace, ops, [ops.of(call) for call in trace.calls], self.lowered.pieces)
-            self._calls(trace, ops, of_stage, found, piece_of)
+            kernels, piece_of = fuse(trace, ops, [ops.of(call) for call in trace.calls], self.lowered.pieces)
+            self._calls(trace, ops, of_stage, kernels, piece_of)
             for kind, pieces in kinds.items():
-                self._again(kind, trace, pieces, of_stage, found)
+                self._again(kind, trace, pieces, of_stage, kernels)
                 if with_memory:
                     saved = with_fused_saves(trace, self.lowered.pieces, pieces)
                     scaled = Scaled.of(with_reruns(saved, pieces), ops, self.homes, range(*ranges[index]))
@@ -121,7 +121,7 @@ class Builder:
     ) -> None:
         reading: dict[int, list[int | None]] = {}
         for at, (call, units, of) in enumerate(zip(trace.calls, homes, kernels, strict=True)):
-            if len(units) > 1:  # another stage has it too
+            if len(units) > 1:  # several stages trace this call: count it once
                 key = call.name, None if call.changed is None else call.changed.after, units
                 if key in self._seen:
                     continue
@@ -145,7 +145,7 @@ class Builder:
     def _added(
         self, trace: StageTrace, ops: OpsOf, call: TraceCall, reading: dict[int, list[int | None]], piece: int | None
     ) -> Iterator[Op]:
-        """Yield additions of gradients, of a value that is read twice. ``piece``: sums those of its own calls."""
+        """Yield the kernels that sum gradients of values with several readers; a compiled ``piece`` sums its own."""
         for number, gradient in zip(call.operands, call.seen.gradients, strict=False):
             value = trace.values[number]
             if gradient is None or not value.like.requires_grad or value.memory in trace.outside:
@@ -159,27 +159,27 @@ class Builder:
                 yield Op(dtype, Size.of(3 * value.like.bytes, self.micro, follows=ops.size_follows(number)))
 
     def _again(
-        self, kind: str, trace: StageTrace, pieces: Sequence[Piece], homes: list[Units], found: list[CallOps]
+        self, kind: str, trace: StageTrace, pieces: Sequence[Piece], homes: list[Units], kernels: list[CallOps]
     ) -> None:
         for at in reruns(trace, pieces):
             side, call = self._side(homes[at][:1], f"again {kind}"), trace.calls[at]
-            side.ops.update(found[at].forward)
+            side.ops.update(kernels[at].forward)
             messages = (sent for sent in sent_of_call(self.decisions, call) if sent.phase == "forward")
             side.messages.update(self._message(sent, call, ()) for sent in messages)
 
     def _message(self, sent: Sent, call: TraceCall, beside: tuple[Op, ...]) -> Message:
-        """Return the message of a call. ``beside``: the products that the rank computes meanwhile."""
+        """Return the message of a collective. ``beside``: the products that overlap it."""
         is_routed = sent.axis in BY_ROUTING
         size = Size.of(sent.bytes, self.micro, follows=call.name in self.follows or is_routed)
         if is_routed and call.node.target in meeting.MOVING:
-            size = size.times(self.decisions.fullest)  # the others wait for the fullest rank
+            size = size.times(self.decisions.fullest)  # all ranks wait for the one with the most rows
         return Message(sent.kind, sent.axis, size, beside)
 
     # ---- parameters, and values sent between stages
 
     def held(self) -> tuple[dict[int, Counter[HeldParameter]], dict[int, int], list[Shared]]:
-        """Return the parameters of each unit, bytes of the model's own buffers, and parameters that several units read.
-        Counts the sum of each gradient into its buffer, once a stage.
+        """Return the parameters and buffer bytes of each unit, and those that several units read. Also counts the
+        kernel that adds each gradient to its buffer.
         """
         mesh, program = self.decisions.mesh, self.decisions.program
         place, parts = mesh.place(0), self.decisions.expert_parts
@@ -224,7 +224,7 @@ class Builder:
 
     def crossing(self) -> list[tuple[Crossing, ...]]:
         """Return, for each unit, the values that are sent if a stage ends with it."""
-        decisions, found = self.decisions, []
+        decisions, of_units = self.decisions, []
         for names in self.homes.live:
             values = []
             for name in names:
@@ -232,21 +232,21 @@ class Builder:
                 value = value_at(decisions, name, sent_type(decisions.placements.of(node)))
                 size = Size.of(value.bytes, self.micro, follows=name in self.follows)
                 values.append(Crossing(size, value.requires_grad))
-            found.append(tuple(values))
-        return [*found, ()]
+            of_units.append(tuple(values))
+        return [*of_units, ()]
 
     # ---- the result
 
     def work(self, kinds: Mapping[str, Sequence[Piece]], *, with_memory: bool = True) -> CutWork:
-        """Return the work of the cut. ``kinds``: of recompute, and the pieces that each reruns."""
+        """Return the work of the cut. ``kinds``: kind of recomputation → the pieces that it reruns."""
         self._add(kinds, with_memory=with_memory)
         own, buffers, tied = self.held()
-        crossing, units, made = self.crossing(), list[UnitWork](), dict[UnitWork, UnitWork]()
+        crossing, units, unique = self.crossing(), list[UnitWork](), dict[UnitWork, UnitWork]()
         for number in range(self.homes.num_units):
             again = {kind: self._phase((number,), f"again {kind}") for kind in kinds}
             parameters = tuple(own.get(number, Counter()).items())
             unit = UnitWork(self._work((number,)), again, parameters, crossing[number], buffers[number])
-            units.append(made.setdefault(unit, unit))
+            units.append(unique.setdefault(unit, unit))
         several = dict.fromkeys(units for units, _ in self.sides if len(units) > 1)
         return CutWork(
             tuple(units),
@@ -268,7 +268,7 @@ class Builder:
 
     @property
     def reads_global_sums(self) -> bool:
-        """Return whether forwards of their own count sums for the loss, once a rank runs several microbatches."""
+        """Whether additional forwards count sums for the loss when a rank runs several microbatches."""
         program = self.decisions.program
         reads = any(program.graph.graph.find_nodes(op="call_function", target=over_data))
         return reads and self.spec.batch.statistics == GLOBAL

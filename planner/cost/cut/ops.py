@@ -1,9 +1,9 @@
-"""The device work of one call of a stage, forward and backward: products and bytes moved, at the shapes of one rank.
+"""The kernels of one call of a stage, forward and backward: products and bytes moved, at the shapes of one rank.
 
 linear      forward  x W         one product [m, k] · [k, n]
-            backward g Wᵀ, xᵀ g  one for each operand that has a gradient; the bias is a sum
+            backward g Wᵀ, xᵀ g  one for each operand with a gradient; a sum for the bias
 attention   forward 2 products, backward 5: scores are recomputed (Dao et al. 2022, "FlashAttention")
-the rest    bytes: forward operands and results; backward the gradient, saved tensors, and each new gradient
+others      bytes: forward operands and results; backward incoming gradients, saved tensors, and each new gradient
 a view      nothing
 """
 
@@ -29,19 +29,20 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: its backward recompu
 
 
 def touched(like: Like) -> int:
-    """Return bytes that a reader of a full value reads: of a view its own elements, of an expanded one each once."""
+    """Return the bytes that a reader of a full value reads: elements of an expanded dim count once."""
     return like.dtype.itemsize * prod(n for n, stride in zip(like.shape, like.strides, strict=True) if stride or not n)
 
 
 def factors_of(call: TraceCall, node: fx.Node) -> list[int]:
-    """Return numbers of the values that a product multiplies; lowering puts them first in products with a parameter."""
+    """Return the numbers of the values that a product multiplies; in lowered linears they come first."""
     first, last = (0, 1) if call.node.target in PRODUCTS else multiplied(node.target) or (0, 1)
     return list(call.operands[first : last + 1])
 
 
 def puts_aside(trace: StageTrace, call: TraceCall) -> bool:
-    """Return whether a W may compute gradients of a call: it multiplies a value that has a gradient with trained
-    parameters. Products of experts do not wait (passes.ops.meeting).
+    """Whether a W may compute weight gradients of a call: it multiplies trained parameters and a value with a gradient.
+
+    Products of experts do not wait (passes.ops.meeting).
     """
     if call.node.target not in PRODUCTS or call.node.target is grouped_linear:
         return False
@@ -50,19 +51,19 @@ def puts_aside(trace: StageTrace, call: TraceCall) -> bool:
 
 
 def waiting_calls(trace: StageTrace) -> frozenset[int]:
-    """Return numbers of the calls with weight gradients that wait for a W. Calls inside CUDA graphs do not wait but are
-    counted, so this is an upper bound.
+    """Return the indices of the calls with weight gradients that wait for a W. It includes calls inside CUDA graphs,
+    which do not wait, so this is an upper bound.
     """
     return frozenset(at for at, call in enumerate(trace.calls) if puts_aside(trace, call))
 
 
 def made_of(calls: Iterable[TraceCall]) -> set[int]:
-    """Return memory that ``calls`` make: no view of what they read."""
+    """Return the memory that ``calls`` allocate, without views of what they read."""
     return {memory for call in calls for memory in call.makes if memory not in call.reads}
 
 
 class OpsOf:
-    """Kernels of the calls of a stage. ``follows``: whether a value of the captured graph follows the batch."""
+    """The kernels of the calls of a stage. ``follows``: names of values with a size proportional to the batch."""
 
     def __init__(self, trace: StageTrace, micro: int, node_of: Callable[[str], fx.Node], follows: set[str]) -> None:
         self.trace, self.micro, self.node_of, self.follows = trace, micro, node_of, follows
@@ -79,7 +80,7 @@ class OpsOf:
         self._cache: dict[Any, CallOps] = {}
 
     def of(self, call: TraceCall) -> CallOps:
-        """Return the kernels of a call; equal calls are computed once."""
+        """Return the kernels of a call, cached for equal calls."""
         values = self.trace.values
         key = (
             call.node.target, tuple(self.node_of(n).target for n in call.ops), call.seen,
@@ -88,34 +89,34 @@ class OpsOf:
             tuple(self.size_follows(n) for n in (*call.operands, *call.results)),
             len(call.makes) - len({*call.makes} & {*call.reads}), self._held_bytes(call),
         )  # fmt: skip
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = self._made(call)
-        return found
+        kernels = self._cache.get(key)
+        if kernels is None:
+            kernels = self._cache[key] = self._kernels(call)
+        return kernels
 
     def size_follows(self, number: int) -> bool:
         return self.value_follows.get(number, self.memory_follows[self.trace.values[number].memory])
 
     def _held_bytes(self, call: TraceCall) -> Size:
-        """Return bytes that the backward of a call reads: its saved tensors."""
+        """Return the bytes of the saved tensors that the backward of a call reads."""
         kept = (Size.of(self.trace.bytes_of[m], self.micro, follows=self.memory_follows[m]) for m in call.keeps)
         return reduce(Size.plus, kept, self.hidden(call))
 
     def hidden(self, call: TraceCall) -> Size:
-        """Return bytes that only this call saves: proportional to the batch if an operand is, also for a loss."""
+        """Return the bytes that only this call saves; proportional to the batch if an operand is."""
         follows = call.name in self.follows or any(map(self.size_follows, call.operands))
         return Size.of(sum(call.hidden), self.micro, follows=follows)
 
     def size_of(self, number: int) -> Size:
-        """Return bytes that a reader of all of a value reads."""
+        """Return the bytes that a reader of the full value reads."""
         like = self.trace.values[number].like
         return Size.of(touched(like), self.micro, follows=self.size_follows(number))
 
     def sizes_of(self, numbers: Iterable[int]) -> Size:
-        """Return the same of several."""
+        """Return the sum of ``size_of`` over several values."""
         return Size.total(map(self.size_of, numbers))
 
-    def _made(self, call: TraceCall) -> CallOps:
+    def _kernels(self, call: TraceCall) -> CallOps:
         if call.changed is not None:
             return self._products(call) if call.ops else self._copied(call, self.size_of(call.results[0]))
         node = self.node_of(call.ops[0])
@@ -134,13 +135,13 @@ class OpsOf:
             return CallOps((), tuple(self._gradient_ops(call)))
         target = self.node_of(call.name).target
         if target in LOOKUPS or packet_of(target) is aten.embedding:
-            total = self.sizes_of(made).times(2)  # it reads as much as it makes
+            total = self.sizes_of(made).times(2)  # a lookup reads as many bytes as it writes
         else:
             total = self.sizes_of((*call.operands, *made))
         return CallOps((Op(self.dtype_of(call), total),), tuple(self._gradient_ops(call)))
 
     def _gradient_ops(self, call: TraceCall) -> Iterator[Op]:
-        """Yield one kernel for all gradients that are new memory."""
+        """Yield one kernel for all gradients that are new memory, if there are any."""
         new = self._new_gradients(call)
         if not new:
             return
@@ -158,8 +159,8 @@ class OpsOf:
         ]  # fmt: skip
 
     def _copied(self, call: TraceCall, result: Size) -> CallOps:
-        """A gather or scatter along an inner dim copies once; its communication is counted in the messages. ``result``:
-        bytes of the value in its new type."""
+        """Return the copy of a gather or scatter along an inner dim; its collective is a message. ``result``: bytes of
+        the value in its new type."""
         assert call.changed is not None
         how = call.changed.how
         copies = how.name in ("gather", "collect", "scatter", "exchange")
@@ -178,15 +179,15 @@ class OpsOf:
         return self._both_ways(call, product, total, (*trained, False)[:2], call.results[0], rest)
 
     def _products(self, call: TraceCall) -> CallOps:
-        """Return the products of one value that the call gathers, or sums the gradient of: each as if alone."""
+        """Return the kernels of several linears of one value, which the call gathers, or reduces in the backward."""
         args: Any = call.node.args
         *_, weights, biases, _ = args
-        held = dict.fromkeys((args[0], *weights, *(b for b in biases if b is not None)))
-        number_of, value = dict(zip(held, call.operands, strict=True)), call.operands[0]
-        found = [self._copied(call, self._factor(value, number_of[weights[0]], call.results[0]))]
+        unique = dict.fromkeys((args[0], *weights, *(b for b in biases if b is not None)))
+        number_of, value = dict(zip(unique, call.operands, strict=True)), call.operands[0]
+        parts = [self._copied(call, self._factor(value, number_of[weights[0]], call.results[0]))]
         for weight, bias, result in zip(weights, biases, call.results, strict=True):
-            found.append(self._of_linear(call, value, number_of[weight], number_of.get(bias), result))
-        return together(found)
+            parts.append(self._of_linear(call, value, number_of[weight], number_of.get(bias), result))
+        return together(parts)
 
     def _of_linear(self, call: TraceCall, value: int, weight: int, bias: int | None, result: int) -> CallOps:
         x, w, out = (self.trace.values[n].like for n in (value, weight, result))
@@ -198,7 +199,7 @@ class OpsOf:
         return self._both_ways(call, product, total, (x.requires_grad, w.requires_grad), result, has_bias)
 
     def _factor(self, value: int, weight: int, result: int) -> Size:
-        """Return bytes of all of the value that is multiplied; of ``value`` itself a rank may have a part."""
+        """Return the bytes of the full value that is multiplied; ``value`` may be a shard of it."""
         x, w, out = (self.trace.values[n].like for n in (value, weight, result))
         elements = prod(out.shape[:-1]) * (prod(w.shape) // out.shape[-1])
         return Size.of(elements * x.dtype.itemsize, self.micro, follows=self.size_follows(value))
@@ -206,7 +207,8 @@ class OpsOf:
     def _both_ways(
         self, call: TraceCall, product: Op, total: Size, trained: tuple[bool, ...], result: int, bias: bool
     ) -> CallOps:
-        """Return forward and backward. ``trained``: factors with gradients. ``bias``: an addend has one."""
+        """Return the kernels of a product. ``trained``: which of its two factors, ``bias``: whether an addend, has a
+        gradient."""
         forward = Op(product.dtype, total, product.sides, product.follows)
         of_value = (product.turned(OF_FIRST, total),) if trained[0] else ()
         held = (product.turned(OF_SECOND, total),) if trained[1] else ()
@@ -215,7 +217,7 @@ class OpsOf:
         return CallOps((forward,), (*of_value, *held), held)
 
     def _per_sequence(self, call: TraceCall, sides: Sides, at: int) -> Op:
-        """Return the product. ``at``: the side that is proportional to the sequences; −1: none."""
+        """Return a product with ``sides`` of all sequences; side ``at`` is proportional to them (−1: none)."""
         if at >= 0 and sides[at] % self.micro:
             at = -1
         b, m, n, k = (side // self.micro if i == at else side for i, side in enumerate(sides))
@@ -239,7 +241,7 @@ class OpsOf:
         return self._per_sequence(call, sides, at)
 
     def _local_flops(self, node: fx.Node, likes: Sequence[Like], out: Like) -> float:
-        """Return operations of one rank: each dim of einsums and convolutions is in two of three tensors."""
+        """Return the FLOPs of a product on one rank; assumes that each dim is in two of its three tensors."""
         if node.target not in CONVOLUTIONS and packet_of(node.target) is not aten.einsum and likes[0].shape:
             return 2.0 * prod(out.shape) * likes[0].shape[-1]
         whole, local = 1.0, 1.0
@@ -247,8 +249,8 @@ class OpsOf:
         for value, like in zip(nodes, likes, strict=False):
             whole *= max(1, value.meta["val"].numel())
             local *= max(1, prod(like.shape))
-        held = node.meta["val"]
-        whole *= max(1, held.numel() if hasattr(held, "numel") else 1)
+        result = node.meta["val"]
+        whole *= max(1, result.numel() if hasattr(result, "numel") else 1)
         local *= max(1, prod(out.shape))
         return node_flops(node) * (local / whole) ** 0.5
 
@@ -259,8 +261,8 @@ class OpsOf:
         query, key, value = (values[n].like.shape for n in (call.operands * 3)[:3])
         cp = int(node.args[4]) if node.target is gathered_attention else 1  # pyright: ignore[reportArgumentType]
         flops = 2.0 * prod(query[:-2]) * query[-2] * key[-2] * cp * (query[-1] + value[-1])
-        lowered = call.node.target is attention_by_documents  # tokens of a document, if it runs within documents
-        documents: Any = call.node.args[4] if lowered else call.node.kwargs.get("documents")
+        lowered = call.node.target is attention_by_documents
+        documents: Any = call.node.args[4] if lowered else call.node.kwargs.get("documents")  # tokens per document
         if documents is not None:
             flops *= documents / (key[-2] * cp)
         elif (node.target is causal_attention or arguments(node).get("is_causal")) and query[-2] == key[-2]:
@@ -275,15 +277,15 @@ class OpsOf:
         return CallOps((forward,), (backward,))
 
     def dtype_of(self, call: TraceCall) -> str:
-        """Return the dtype of a call's results."""
+        """Return the dtype of a call: the first floating-point one of its results and operands."""
         values = self.trace.values
-        floats = [values[n].like.dtype for n in (*call.results, *call.operands)]
-        found = next((d for d in floats if d.is_floating_point), floats[0] if floats else None)
-        return str(found).removeprefix("torch.")
+        dtypes = [values[n].like.dtype for n in (*call.results, *call.operands)]
+        dtype = next((d for d in dtypes if d.is_floating_point), dtypes[0] if dtypes else None)
+        return str(dtype).removeprefix("torch.")
 
 
 def _plain_sides(packet: Any, a: Like, b: Like, out: Like, follows: list[bool]) -> tuple[Sides, int]:
-    """Return (batch, m, n, k), and the side that follows the batch."""
+    """Return (batch, m, n, k) of a product, and the index of the side that is proportional to the sequences, or −1."""
     k = a.shape[-1] if a.shape else 1
     if packet is aten.linear or len(b.shape) <= 2:
         n = prod(out.shape) // max(1, prod(a.shape[:-1])) if a.shape else 1
@@ -296,7 +298,7 @@ def _plain_sides(packet: Any, a: Like, b: Like, out: Like, follows: list[bool]) 
 
 
 def _other_sides(flops: float, out: Like, follows: list[bool]) -> tuple[Sides, int]:
-    """Return sides of one matrix product, for a convolution, an einsum or products of experts."""
+    """Return the sides of one matrix product with as many FLOPs as a convolution, an einsum, or products of experts."""
     n = out.shape[-1] if out.shape else 1
     m = max(1, prod(out.shape) // max(1, n))
     k = max(1, round(flops / (2 * max(1, m * n))))

@@ -1,17 +1,17 @@
-"""Memory of any stage that a traced one may be cut into, by the walk of a plan (planner.cost.liveness).
+"""The memory of any stage that is part of a traced one, by the same walk as for a plan (planner.cost.liveness).
 
-    stage = blocks a b b b c        traced: a b c        walked: a b c, and of b alone
+    stage = blocks a b b b c        traced: a b c        walked: a b c, b c and c
 
-A part is the calls of some units in a row of one trace, with the values that cross its ends. A unit that stands for
-several equal blocks is walked once: each further copy holds as much more as b before c does beside c alone, from the
-forward of the copies before it to their backward; tensors put aside for a W wait beside the backwards before it.
+A part is the calls of consecutive units of one trace, with the values that cross its ends. A unit that stands for
+several equal blocks is walked once: each further copy adds the saved bytes of (b c) minus those of (c), from its
+forward to its backward; tensors that wait for a W are alive during the backwards of earlier units.
 
-A trace is walked at its own size and at twice as many sequences, so that each figure splits into a part proportional to
-the batch and a constant part. Temporaries of ops scale as their results do, gradients of weights are constant.
+A trace is walked at its own size and with twice as many sequences, to split each figure into a part proportional to the
+batch and a constant part. Temporaries of ops scale with their results; weight gradients are constant.
 
-A unit is a block with the calls that are anchored to it. A call that every stage with a reader of it computes (masks,
-rotary tables) belongs to the units of its readers; so does a change of type, but one of partial sums to the unit that
-made them, for they are summed before they are sent.
+A unit is a block with the calls that are anchored to it. A call that every stage with a reader computes (masks, rotary
+tables) belongs to the units of its readers, and so does a conversion, except of partial sums: it belongs to the unit
+that computes them, because they are reduced before they are sent.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from planner.pipeline.ledger import StageBytes
 from planner.trace.observe import Like
 from planner.trace.trace import LetGo, StageTrace, TraceCall
 
-Live = tuple[int, int]  # the number of a call, and bytes
+Live = tuple[int, int]  # index of a call, and bytes
 Units = tuple[int, ...]
 _NOWHERE = fx.Graph().placeholder("nowhere")
 
 
 class Homes:
-    """Units of one captured program. ``ends``: the calls before the first block, and after the last, are units too."""
+    """The units of each call of a program. ``ends``: the calls before all blocks, and after them, are units too."""
 
     def __init__(self, decisions: Decisions, *, ends: bool = False) -> None:
         program, block_of = decisions.program, decisions.blocks.block_of()
@@ -75,7 +75,7 @@ class Homes:
 
     @cached_property
     def live(self) -> tuple[tuple[str, ...], ...]:
-        """Return the values that cross each cut between two units."""
+        """For each boundary between two units, the values that cross it."""
         return live_values(self.anchor, self.num_units)
 
     @cached_property
@@ -86,11 +86,11 @@ class Homes:
 
 
 def following(program_nodes: list[fx.Node], inputs: set[str], flow: dict[fx.Node, frozenset[int] | None]) -> set[str]:
-    """Return names of the values that are as many times as large as a microbatch has sequences.
+    """Return the names of the values with a size proportional to the sequences of a microbatch.
 
-    A value that is expanded to the batch without reading it, as a mask may be, does not count.
+    They exclude values that are expanded to the batch size without reading the batch, as masks may be.
     """
-    found, on_batch = set[str](), set[fx.Node]()
+    names, on_batch = set[str](), set[fx.Node]()
     for node in program_nodes:
         if node.name in inputs or any(n in on_batch for n in node.all_input_nodes):
             on_batch.add(node)
@@ -99,15 +99,15 @@ def following(program_nodes: list[fx.Node], inputs: set[str], flow: dict[fx.Node
             sizes = value if isinstance(value, (tuple, list)) else (value,)
             numel = sum(int(v.numel()) for v in sizes if hasattr(v, "numel"))
             if numel > 1 and (dims is None or dims):
-                found.add(node.name)
-    return found
+                names.add(node.name)
+    return names
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """One traced stage under one kind of recompute, of its ``units``: its own trace, and that of twice as many
-    sequences. ``homes``: units of each call; ``crossing``: memory of the values that cross the end of each unit;
-    ``deferred``: numbers of the calls that a W may finish.
+    """A traced stage of ``units`` under one kind of recomputation: its trace, and that with twice as many sequences.
+    ``homes``: units of each call; ``crossing``: memory of the values that cross the end of each unit; ``deferred``:
+    indices of the calls with weight gradients that a W may compute.
     """
 
     units: range
@@ -122,12 +122,13 @@ class Scaled:
         memory_of = trace.memory_of | summed
         own = {name: memory for name, memory in memory_of.items() if memory not in trace.outside}
         crossing = [{name: own[name] for name in live if name in own} for live in homes.live]
-        once = replace(trace, calls=[replace(call, node=_NOWHERE) for call in trace.calls])  # works outlive graphs
+        # without nodes, because the work of a cut outlives the graphs
+        once = replace(trace, calls=[replace(call, node=_NOWHERE) for call in trace.calls])
         of_calls = [tuple(n for n in homes.of_call(call) if n in units) for call in trace.calls]
         return cls(units, (once, _twice(once, ops)), of_calls, [*crossing, {}], waiting_calls(trace))
 
     def part(self, first: int, end: int, trace: StageTrace) -> tuple[StageTrace, list[int]]:
-        """Return the trace of units [first, end), and the numbers of its calls in that of all."""
+        """Return the trace of units [first, end), and the indices of its calls in the full trace."""
         numbers = [at for at, units in enumerate(self.homes) if any(first <= unit < end for unit in units)]
         calls, new = [trace.calls[at] for at in numbers], {at: n for n, at in enumerate(numbers)}
         received, sent = trace.received, trace.sent
@@ -143,20 +144,20 @@ class Scaled:
 
 
 def _first_of(block: LetGo) -> int:
-    """Return a call in the block's own unit: the last call may be a conversion of its result in the next unit."""
+    """Return a call in the block's own unit; its last one may be a conversion that belongs to the next unit."""
     return block.again[0] if block.again else min(block.end, block.reads)
 
 
 def _renumbered(block: LetGo, new: Mapping[int, int]) -> LetGo:
-    """Return the block in a part of a trace that has all of it, but perhaps not the conversion of its result."""
+    """Renumber a block for a part of its trace, which may lack the conversion of the block's result."""
     end, reads = (new[max(at for at in new if at <= last)] for last in (block.end, block.reads))
     inside, again = frozenset(new[at] for at in block.inside), tuple(new[at] for at in block.again if at in new)
     return replace(block, end=end, reads=reads, inside=inside, again=again)
 
 
 class Part(NamedTuple):
-    """``bytes``: of a stage of these units, each once. ``forward``, ``backward``: of each unit the most bytes at once,
-    the maximum of several.
+    """The memory of a stage in which each unit occurs once. ``forward``, ``backward``: for each unit, sizes with the
+    peak bytes as their maximum.
     """
 
     bytes: tuple[Size, ...]
@@ -169,8 +170,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The traced stages of a cut by kind of recompute. ``micro``: sequences of the traces; ``after``: names of the
-    calls after the last block. Owns: the parts that were asked for.
+    """The traced ``stages`` of a cut, by kind of recomputation. ``micro``: sequences of the traces; ``after``: names of
+    the calls after the last block; ``known``: cached parts.
     """
 
     micro: int
@@ -179,18 +180,18 @@ class Parts:
     known: dict[tuple[str, int, int, bool], Part] = field(default_factory=dict)
 
     def stage(self, kind: str, units: Sequence[int], micro: int, waits: bool) -> StageBytes:
-        """Return bytes of a stage of these ascending ``units``. ``waits``: gradients of weights wait for a W."""
+        """Return the bytes of a stage of these ascending ``units``. ``waits``: weight gradients wait for a W."""
         first, end, copies = units[0], units[-1] + 1, Counter(units)
         part = self._part(kind, first, end, waits)
-        of, held, aside = part.at(micro), dict.fromkeys(range(first, end), 0.0), dict.fromkeys(range(first, end), 0.0)
+        of, saved, aside = part.at(micro), dict.fromkeys(range(first, end), 0.0), dict.fromkeys(range(first, end), 0.0)
         for unit in (unit for unit in range(first, end) if copies[unit] > 1):
             both, last = (self._part(kind, at, unit + 2, waits).at(micro) for at in (unit, unit + 1))
-            held[unit] = (copies[unit] - 1) * (both.kept - last.kept)
+            saved[unit] = (copies[unit] - 1) * (both.kept - last.kept)
             aside[unit] = (copies[unit] - 1) * (both.aside - last.aside)
-        kept, before, behind = of.kept + sum(held.values()), 0.0, sum(aside.values())
+        kept, before, behind = of.kept + sum(saved.values()), 0.0, sum(aside.values())
         forward = backward = kept
         for unit in range(first, end):
-            own, behind = before + held[unit], behind - aside[unit]
+            own, behind = before + saved[unit], behind - aside[unit]
             forward = max([forward, *(own + size.at(micro) for size in part.forward.get(unit, ()))])
             beside = behind + max(own, before + aside[unit])
             backward = max([backward, *(beside + size.at(micro) for size in part.backward.get(unit, ()))])
@@ -216,17 +217,17 @@ class Parts:
         return Part(sizes, self._most(units, one.forward, two.forward), self._most(units, one.backward, two.backward))
 
     def _most(self, units: Sequence[int], one: Sequence[Live], two: Sequence[Live]) -> dict[int, list[Size]]:
-        found: dict[int, set[Size]] = {}
+        by_unit: dict[int, set[Size]] = {}
         for (at, most), (_, more) in zip(one, two, strict=True):
-            found.setdefault(units[at], set()).add(self._size(most, more))
-        return {unit: envelope(sizes) for unit, sizes in found.items()}
+            by_unit.setdefault(units[at], set()).add(self._size(most, more))
+        return {unit: envelope(sizes) for unit, sizes in by_unit.items()}
 
     def _size(self, one: float, two: float) -> Size:
         return Size(2 * one - two, (two - one) / self.micro)
 
 
 def envelope(sizes: set[Size]) -> list[Size]:
-    """Return the sizes that are the largest for some microbatch."""
+    """Return the sizes that are the largest for some number of sequences."""
     kept: list[Size] = []
     for size in sorted(sizes, key=lambda s: (-s.per, -s.fixed)):
         if not kept or size.fixed > kept[-1].fixed:

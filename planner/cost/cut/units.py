@@ -1,9 +1,9 @@
-"""The cost of a cut, unit by unit: a unit is one block with the calls anchored to it (passes.blocks.live_sets). If the
-embedding or the loss may be alone on a stage, the calls before the first block and those after the last are units too.
+"""The work of a cut by unit. A unit is one block with the calls anchored to it (passes.blocks.live_sets). If the
+embedding or the loss may have a stage of its own, the calls before the first block and after the last are units too.
 
     stage [a, b)     Σ of its units, + work that several units share (once)
 
-Equal units are one object, so that each is computed once.
+Equal units are one object, so that the seconds of each are computed once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from planner.pipeline.ledger import StageBytes
 
 
 class Size(NamedTuple):
-    """``fixed`` and, for each sequence of a microbatch, ``per``: bytes, elements or operations."""
+    """A number of bytes, elements or FLOPs: ``fixed``, plus ``per`` for each sequence of a microbatch."""
 
     fixed: float = 0.0
     per: float = 0.0
 
     @classmethod
     def of(cls, amount: float, micro: int, *, follows: bool) -> Size:
-        """Return the size of ``amount`` for ``micro`` sequences."""
+        """Return the size that is ``amount`` at ``micro`` sequences; ``follows``: it is proportional to them."""
         return cls(0.0, amount / micro) if follows else cls(float(amount), 0.0)
 
     def at(self, micro: int) -> float:
@@ -50,9 +50,9 @@ Sides = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One kernel. ``sides``: batch, m, n and k of a product, for one sequence; ``follows``: the index of the side that
-    is proportional to the sequences of a microbatch (−1: none). ``attention``: operations of its products, for heads
-    of ``head`` features.
+    """A kernel. ``sides``: batch, m, n and k of a product, for one sequence; ``follows``: index of the side that is
+    proportional to the sequences of a microbatch (−1: none). ``attention``: FLOPs of attention, with heads of ``head``
+    features.
     """
 
     dtype: str
@@ -68,11 +68,11 @@ class Op:
         return b, m, n, k
 
     def flops(self, micro: int) -> float:
-        """Return operations of its products."""
+        """Return the FLOPs of its products."""
         return self.attention.at(micro) if self.sides is None else 2.0 * prod(self.sides_at(micro))
 
     def turned(self, order: tuple[int, int, int, int], more: Size) -> Op:
-        """Return the product with its sides in another order, as the gradient of an operand is."""
+        """Return the product with its sides in another order, as the gradient of an operand has."""
         assert self.sides is not None
         b, m, n, k = (self.sides[i] for i in order)
         return Op(self.dtype, more, (b, m, n, k), order.index(self.follows) if self.follows >= 0 else -1)
@@ -83,7 +83,7 @@ OF_FIRST, OF_SECOND = (0, 1, 3, 2), (0, 3, 2, 1)  # [m, k] = g Bᵀ contracts n;
 
 @dataclass(frozen=True, slots=True)
 class CallOps:
-    """Kernels of one call. ``of_held``: those of the backward that make gradients of its second operand alone."""
+    """The kernels of one call. ``of_held``: those in the backward that compute gradients of its weights."""
 
     forward: tuple[Op, ...] = ()
     backward: tuple[Op, ...] = ()
@@ -91,21 +91,21 @@ class CallOps:
 
     @property
     def of_value(self) -> tuple[Op, ...]:
-        """Return the products of the backward that make the gradient of its first operand."""
+        """The products in the backward that compute the gradient of the first operand."""
         return tuple(op for op in (Counter(self.backward) - Counter(self.of_held)).elements() if op.sides is not None)
 
 
 def together(parts: Iterable[CallOps]) -> CallOps:
-    """Return kernels of a call that does the work of several."""
+    """Return the kernels of a call that does the work of several."""
     sides = zip(*((part.forward, part.backward, part.of_held) for part in parts), strict=True)
     return CallOps(*(tuple(chain.from_iterable(of_side)) for of_side in sides))
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A collective of one microbatch over ``axis``. ``bytes`` as planner.exchanges.collectives counts them.
+    """A collective of one microbatch over ``axis``. ``bytes``: as in planner.exchanges.collectives.
 
-    ``beside``: the products that the rank computes meanwhile; empty if it waits.
+    ``beside``: the products that overlap it; empty if the rank waits.
     """
 
     kind: str
@@ -116,8 +116,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Kernels with how often each runs, and collectives, of one direction. ``saved``: launches that the host need not
-    make: kernels inside of CUDA graphs, less one launch a graph.
+    """The kernels and collectives of one direction, each with its count. ``saved``: launches that CUDA graphs avoid:
+    their kernels, minus one launch per graph.
     """
 
     ops: tuple[tuple[Op, int], ...] = ()
@@ -127,7 +127,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of one microbatch. ``weights``: the part of the backward that a W may run."""
+    """The work of one microbatch. ``weights``: the part of the backward that a W may run."""
 
     forward: Phase = Phase()
     backward: Phase = Phase()
@@ -136,9 +136,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class HeldParameter:
-    """One rank's part of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's sum;
-    ``partial_over``: axes of further sums, without that of tied stages. ``starts``: elements up to the next slot.
-    ``rule``: its update rule; ``matrices``: (how many, rows, columns) of those updated whole, over ``shared_by``.
+    """One rank's shard of a parameter: ``elements`` of ``dtype``. ``reduced_over``: the axis of its gradient's
+    reduction; ``partial_over``: axes of further reductions, except tied stages. ``starts``: elements with padding.
+    ``rule``: its update rule; ``matrices``: (count, rows, columns) of those updated as a whole, over ``shared_by``.
     """
 
     elements: int
@@ -155,7 +155,7 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that is sent at the end of a stage: bytes of one rank."""
+    """A value that is sent at the end of a stage; ``bytes`` on one rank."""
 
     bytes: Size
     has_gradient: bool
@@ -163,10 +163,10 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """One unit. ``parameters`` with how often each occurs; those that several units hold are in CutWork.shared.
+    """The work of one unit. ``parameters``: each with its count; those of several units are in CutWork.shared.
 
-    ``again``: by kind of recompute the forward work that its backward repeats. ``after``: the values sent if a stage
-    ends with this unit. ``buffers``: bytes of the model's own buffers.
+    ``again``: kind of recomputation → the forward work that the backward repeats. ``after``: the values that are sent
+    if a stage ends with this unit. ``buffers``: bytes of the model's own buffers.
     """
 
     work: Work
@@ -182,8 +182,8 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Parts of several ascending ``units``. ``work`` that a stage does once: masks, rotary tables, an f that all
-    decoder layers read. ``held``, ``buffer_bytes``: a parameter, or buffer, that a rank with one of them holds once.
+    """Work and memory of several ascending ``units``. ``work``: done once per stage, such as masks, rotary tables, or
+    an f that all decoder layers read. ``held``, ``buffer_bytes``: a parameter or buffer that a rank has once.
     """
 
     units: tuple[int, ...]
@@ -192,27 +192,27 @@ class Shared:
     buffer_bytes: int = 0
 
     def is_in(self, first: int, end: int) -> bool:
-        """Return whether a stage of units [first, end) has one of them."""
+        """Whether a stage of units [first, end) has one of its units."""
         return any(first <= unit < end for unit in self.units)
 
 
-MemoryOf = Callable[[str, Sequence[int], int, bool], StageBytes]  # kind of recompute, units, micro, whether W wait
+MemoryOf = Callable[[str, Sequence[int], int, bool], StageBytes]  # kind of recomputation, units, micro, waits
 
 
 def ranges_of(sizes: Sequence[int], *, ends: bool) -> list[tuple[int, int]]:
-    """Return [first, end) of the units of each stage. ``sizes``: blocks of each; ``ends``: as CutWork has it."""
-    found = [int(ends) + end for end in accumulate(sizes)]
-    found[-1] += ends
-    return list(pairwise((0, *found)))
+    """Return the unit range [first, end) of each stage. ``sizes``: blocks of each stage; ``ends``: as in CutWork."""
+    stops = [int(ends) + stop for stop in accumulate(sizes)]
+    stops[-1] += ends
+    return list(pairwise((0, *stops)))
 
 
 @dataclass(frozen=True, eq=False)
 class CutWork:
-    """The cost of one cut. ``micro``: sequences of a microbatch.
+    """The work of one cut, for microbatches of ``micro`` sequences.
 
-    ``tp``, ``cp``, ``ep``, ``etp``, ``sequence_parallel`` say which cut it is. ``ends``: the first unit are the calls
-    before all blocks, the last those after them. ``source``: the unit of the trace that each repeats; ``memory``:
-    of a stage of such units. ``cache``: derived values that others store with it.
+    ``ends``: the first unit has the calls before all blocks, the last one those after them. ``source``: for each unit,
+    the unit of the trace that it copies; ``memory``: a function from such units to the bytes of a stage. ``num_noted``:
+    numbers beside the norm in its all-reduce. ``cache``: derived values that callers store.
     """
 
     units: tuple[UnitWork, ...]
@@ -229,19 +229,20 @@ class CutWork:
         """Return the same cut for microbatches of ``micro`` sequences."""
         if micro == self.micro:
             return self
-        found = self.cache.get(("at", micro))
-        if found is None:
-            found = self.cache["at", micro] = replace(self, micro=micro, cache={})
-        assert isinstance(found, CutWork)
-        return found
+        work = self.cache.get(("at", micro))
+        if work is None:
+            work = self.cache["at", micro] = replace(self, micro=micro, cache={})
+        assert isinstance(work, CutWork)
+        return work
 
     def ranges(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return [first, end) of the units of each stage. ``sizes``: blocks of each."""
+        """Return the unit range [first, end) of each stage. ``sizes``: blocks of each stage."""
         return ranges_of(sizes, ends=self.ends)
 
     def repeated(self, order: tuple[int, ...]) -> CutWork:
-        """Return the cut of a deeper model: block i of it is block ``order[i]`` of this one (``order`` ascends, and has
-        all). Work that units share is shared by all their copies.
+        """Return the cut of a deeper model, in which block i is a copy of block ``order[i]`` of this one.
+
+        ``order`` ascends and has every block. Work that units share is shared by all their copies.
         """
         if self.ends:
             order = (0, *(old + 1 for old in order), len(self.units) - 1)

@@ -1,11 +1,11 @@
-"""The memory and communication of the optimizer of one pipeline rank, from the parameters of its units.
+"""The gradient buffers, memory and peak of one pp rank of a layout, from the parameters of its units.
 
-A buffer is as long as its parameters from slot to slot, and each bucket ends on a multiple (planner.sharding.buckets):
-here the buckets are counted as total / bucket size, so a length is off by less than one end's multiple a bucket.
+A buffer is the sum of its padded parameters, and each bucket ends on a multiple (planner.sharding.buckets). The number
+of buckets is estimated as total / bucket size, so a length is off by less than one such multiple per bucket.
 
-Memory rows of a layout, as planner.cost.memory has them of a plan, from the parts of a cut (planner.cost.cut.parts).
+planner.cost.memory computes the same rows for a plan; here they come from the parts of a cut (planner.cost.cut.parts).
 
-peak of a rank       along its actions, as long as its memory still grows
+peak of a rank       along its actions, until its memory stops growing
 messages             those received for the next action, and those just sent
 """
 
@@ -33,11 +33,11 @@ Held = Iterable[tuple[HeldParameter, int]]
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
-    """One gradient buffer of a rank: elements with padding, bytes of an element of its parameters and its gradients.
+    """A gradient buffer of a rank: ``elements`` with padding; item sizes of its parameters, gradients and main copies.
 
-    ``shard``: elements that this rank updates. ``tied``: units that hold its parameters, if they are tied.
-    ``averaged``: a running mean of the weights is kept; ``num_moments``: values that the update rule keeps.
-    ``matrices``: (how many, rows, columns) of those that it updates whole, over ``shared_by``.
+    ``shard``: elements that this rank updates; ``tied``: its parameters are tied; ``averaged``: a mean of the weights
+    is kept; ``num_moments``: state values per element. ``matrices``: (count, rows, columns) of matrices that are
+    updated as a whole, distributed over the axis ``shared_by``.
     """
 
     elements: int
@@ -65,9 +65,7 @@ class HeldBuffer:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the moments, a mean of the weights if there is one, main parameters and gradients if the buffer is
-        less precise.
-        """
+        """Bytes of moments, a mean of the weights, main parameters and main gradients, as far as they exist."""
         return self.shard * (self.num_moments + self.averaged + self._copies) * self.main_itemsize
 
     @property
@@ -76,9 +74,9 @@ class HeldBuffer:
 
     @property
     def update_bytes(self) -> int:
-        """Return bytes that norm, copies and update move: read gradient, moments, parameters; write the last two.
+        """Bytes that norm, copies and update read and write: all are read, and all but the gradient written.
 
-        A mean of the weights: difference, product and sum, each read and written by itself.
+        A mean of the weights takes three kernels: difference, product and sum.
         """
         main, copies = self.main_itemsize, 8 * self.main_itemsize * self.averaged
         if self.gradient_itemsize != main:
@@ -90,8 +88,8 @@ class HeldBuffer:
 
 @dataclass(frozen=True, slots=True)
 class RankHolds:
-    """``frozen``: bytes of frozen parameters, and of the model's own buffers. ``whole``: of full weights and gradients
-    at once, if ranks keep shards of them.
+    """The permanent memory of a rank. ``frozen``: bytes of frozen parameters and of the model's own buffers; ``whole``:
+    peak bytes of full weights and gradients, if ranks keep shards of them.
     """
 
     buffers: tuple[HeldBuffer, ...]
@@ -107,7 +105,7 @@ class RankHolds:
 
 def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]], layout: Layout,
                spec: Spec) -> RankHolds:  # fmt: skip
-    """Return the holdings of a rank. ``chunks``: ranges of its units; ``others``: those of the other ranks."""
+    """Return the permanent memory of a pp rank with the unit ranges ``chunks``; ``others``: those of other ranks."""
     chunks, others = list(chunks), list(others)
     groups: dict[tuple[object, ...], list[tuple[HeldParameter, int]]] = {}
     frozen = 0
@@ -135,7 +133,7 @@ def rank_holds(work: CutWork, chunks: Iterable[tuple[int, int]], others: Iterabl
 
 
 def _buffer(held: Sequence[tuple[HeldParameter, int]], layout: Layout, spec: Spec, *, tied: bool) -> HeldBuffer:
-    """Return the buffer of the parameters that share it."""
+    """Return the buffer of these parameters, each with its count."""
     first, optimizer, matrices = held[0][0], spec.optimizer, Counter[tuple[int, int]]()
     for p, count in held:
         for number, rows, columns in p.matrices:
@@ -163,7 +161,7 @@ def _buffer(held: Sequence[tuple[HeldParameter, int]], layout: Layout, spec: Spe
 
 
 def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes of full weights, and of gradients, by the axis that shares them. ``asked``: their dtype."""
+    """Return bytes of full weights, and of their gradients, by the axis that shards them. ``asked``: gradient dtype."""
     weights, gradients = dict[str, int](), dict[str, int]()
     for p, count in held:
         weights[p.reduced_over] = weights.get(p.reduced_over, 0) + p.starts * count * p.itemsize
@@ -174,7 +172,7 @@ def bytes_by_axis(held: Held, asked: str | None) -> tuple[dict[str, int], dict[s
 
 
 def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout, asked: str | None) -> int:
-    """Return bytes of full weights and gradients at once for these ranges of units, as planner.cost.whole."""
+    """Return the peak bytes of full weights and gradients of a rank with these unit ranges (see planner.cost.whole)."""
     if layout.zero < 2:
         return 0
     mesh, weights, gradients = layout.mesh, list[int](), list[int]()
@@ -190,15 +188,16 @@ def whole_bytes(work: CutWork, chunks: Sequence[tuple[int, int]], layout: Layout
     tied = [(i.held, 1) for i in work.shared if i.held is not None and any(i.is_in(*chunk) for chunk in chunks)]
     tied_weights, tied_gradients = map(shared, bytes_by_axis(tied, asked))
     most = sum(gradients) if layout.waits else max((a + b for a, b in pairwise(gradients)), default=sum(gradients))
-    found = most + tied_gradients
+    total = most + tied_gradients
     if layout.zero == 3 and layout.reshards:
-        found += max((a + b for a, b in pairwise(weights)), default=sum(weights))
+        total += max((a + b for a, b in pairwise(weights)), default=sum(weights))
     elif layout.zero == 3:
-        found += sum(weights) + tied_weights
-    return found
+        total += sum(weights) + tied_weights
+    return total
 
 
 def stage_bytes(work: CutWork, layout: Layout, first: int, end: int) -> StageBytes:
+    """Return the bytes of a stage of units [first, end), cached in ``work``."""
     assert work.memory is not None, "a work without memory has no rows"
     key = "bytes", layout.recompute, work.source[first:end], layout.waits
     if key not in work.cache:
@@ -208,7 +207,7 @@ def stage_bytes(work: CutWork, layout: Layout, first: int, end: int) -> StageByt
 
 
 def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_size: int | None) -> Peak:
-    """Return the peak of a rank, with messages received for the next action, and those just sent."""
+    """Return the peak of a rank, from few microbatches if its order repeats: its memory no longer grows then."""
     mesh = layout.mesh
     pp, own = mesh.pp, mesh.stages_of(rank)
     group = group_size or pp
@@ -219,11 +218,11 @@ def peak_of_rank(rank: int, layout: Layout, stages: Sequence[StageBytes], group_
     order = _orders_of_equal_stages(kind, sizes)[rank] if KINDS[kind].waits else rank_order(kind, sizes, rank)
     awaited, sends = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
     for chunk, stage in enumerate(own):
-        for kind, given in (("F", stages[stage].received), ("B", stages[stage].returned)):
+        for kind, size in (("F", stages[stage].received), ("B", stages[stage].returned)):
             crosses = received_by(kind, stage, 0).crosses(len(stages), pp, mesh.fold)
-            awaited[kind, chunk] = given if crosses else 0.0
-        for kind, given in (("F", stages[stage].sent), ("B", stages[stage - 1].returned)):
-            sends[kind, chunk] = given if sent_by(kind, stage, 0).crosses(len(stages), pp, mesh.fold) else 0.0
+            awaited[kind, chunk] = size if crosses else 0.0
+        for kind, size in (("F", stages[stage].sent), ("B", stages[stage - 1].returned)):
+            sends[kind, chunk] = size if sent_by(kind, stage, 0).crosses(len(stages), pp, mesh.fold) else 0.0
     sent, under_way = {"F": 0.0, "B": 0.0}, list[float]()
     for action, following in zip_longest(order, order[1:]):
         waiting = awaited.get((following.kind, following.chunk), 0.0) if following else 0.0

@@ -1,27 +1,27 @@
 """Seconds of the units of a cut, forward and backward of one microbatch, by cause.
 
-A collective that overlaps products costs the exposed rest: seconds − overlap · min(seconds, those products). If weight
-gradients wait for a W of the schedule, nothing overlaps the collectives of a backward.
+A collective that overlaps products costs its exposed time: seconds − overlap · min(seconds, those products). In a
+schedule with W, nothing overlaps the collectives of a backward.
 
 Kernels by the roofline (Williams, Waterman, Patterson 2009), softened for small work:
 
     product on a GPU    the fastest tile: rounds · processors · 2·rows·columns·(k + t) / (peak · product_fraction)
                         rounds = ⌈b · ⌈m / rows⌉ · ⌈n / columns⌉ / processors⌉: the last one leaves processors idle
     other product       2·(k + t)·b·(m + t)·(n + t) / (peak · product_fraction)
-    attention           its operations / (peak · attention_fraction); on a GPU of heads filled up to a multiple of 32,
-                        above 128 features of 64 (the kernels of Dao 2023, "FlashAttention-2")
+    attention           FLOPs / (peak · attention_fraction); on a GPU with heads padded to a multiple of 32, or of 64
+                        above 128 features (the kernels of Dao 2023, "FlashAttention-2")
     bytes               bytes / (bandwidth · bandwidth_fraction)
-    a kernel            √(launch² + max(operations, bytes)²)
+    a kernel            √(launch² + max(seconds of FLOPs, seconds of bytes)²)
 
-A GPU computes a product in tiles. Elsewhere a tile at an edge is half empty on average, which costs t more rows and
-columns. In both, k must fill the pipeline of a tile once, which costs t more steps; t is the device's half_tile. A
-kernel that takes long hides the launch of the next; one that does not takes as long as a launch. The kernels of a pass
-of a stage take at least as long as its host needs to launch them; it launches a captured CUDA graph as one kernel.
+A GPU computes a product in tiles. On other devices, tiles at the edges are half empty on average, which costs t more
+rows and columns. On both, filling the pipeline of a tile costs t more steps of k; t is the device's half_tile. A long
+kernel hides the launch of the next one; a short one takes as long as a launch. The kernels of a forward or backward of
+a stage take at least as long as the host needs to launch them; it launches a captured CUDA graph as one kernel.
 
-A library has kernels of several tiles and takes the fastest. A large tile reads each operand less often; a small one
-leaves less of an edge and of the last round empty. If few tiles have a long k, it is split, and the parts are added.
-(NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.1 to 3.3: tiles, tile and wave quantization; the
-speed of a small tile beside the largest is an estimate from the bytes that it reads for each operation.)
+A library has kernels for several tiles and uses the fastest. A large tile reads each operand less often; a small one
+wastes less at the edges and in the last round. If there are few tiles with a long k, k is split and the parts are
+added. (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.1 to 3.3: tiles, tile and wave quantization;
+the relative speed of small tiles is estimated from the bytes that they read per FLOP.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from planner.pipeline.zero_bubble import StageCosts
 
 
 class Spent(NamedTuple):
-    """Seconds by cause; ``host``: of the host that launches the kernels meanwhile."""
+    """Seconds by cause; ``host``: time that the host needs to launch the kernels, in parallel to them."""
 
     compute: float = 0.0
     recompute: float = 0.0
@@ -60,7 +60,7 @@ class Spent(NamedTuple):
         return Spent(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def with_host(self) -> Spent:
-        """Return the device waits for its host, if that takes longer over all kernels."""
+        """Return the seconds with the host's time, as far as it exceeds that of all kernels, added to compute."""
         waits = max(0.0, self.host - self.compute - self.recompute)
         return self._replace(compute=self.compute + waits, host=0.0)
 
@@ -68,14 +68,14 @@ class Spent(NamedTuple):
 CAUSES = {"tp": "tp_comm", "cp": "cp_comm", **dict.fromkeys(BY_ROUTING, "ep_comm")}
 
 
-# if a device's sheet does not name a dtype: the same speed as another, or a part of it
+# for a dtype that is not in a device's data sheet: similar dtypes, with relative speeds
 LIKE = {"bfloat16": (("float16", 1.0), ("float32", 1.0)), "float16": (("bfloat16", 1.0), ("float32", 1.0)),
         "float64": (("float32", 0.5),), "float32": (("float64", 2.0),)}  # fmt: skip
-FINE_HEADS, HEADS = 128, (32, 64)  # features of a head up to which kernels have the finer step, and both steps
+FINE_HEADS, HEADS = 128, (32, 64)  # kernels pad heads of up to 128 features to multiples of 32, larger ones of 64
 
 
 def peak_of(device: Device, dtype: str) -> float:
-    """Return operations a second of products of ``dtype``; of a dtype that is not listed, those of its neighbour."""
+    """Return the peak FLOP/s of products of ``dtype``; for a dtype that is not listed, that of a similar one."""
     if dtype in device.flops:
         return device.flops[dtype]
     for other, factor in LIKE.get(dtype, ()):
@@ -85,15 +85,16 @@ def peak_of(device: Device, dtype: str) -> float:
 
 
 TILES = {(256, 128): 1.0, (128, 128): 0.95, (256, 64): 0.9, (128, 64): 0.8, (64, 64): 0.65}  # sides → relative speed
-SPLITS = (1, 2, 4)  # parts of k
-LEAST_PART = 512  # of k: with less, adding the parts costs more than idle processors
-ADDING = 1.03  # a product in parts, relative to one
+SPLITS = (1, 2, 4)  # number of parts of k
+LEAST_PART = 512  # length of a part of k: adding shorter parts costs more than idle processors
+ADDING = 1.03  # cost of a split product relative to one without splitting
 
 
 @lru_cache(maxsize=1 << 16)
 def tiled_flops(sides: tuple[int, int, int, int], processors: int, fill: int) -> float:
-    """Return operations that the device could do at its full speed while it computes a product of ``sides`` (b, m, n,
-    k). ``fill``: steps of k in which the pipeline of a tile fills.
+    """Return the FLOPs at full speed that take as long as a product of ``sides`` (b, m, n, k).
+
+    ``fill``: steps of k in which the pipeline of a tile fills.
     """
     b, m, n, k = sides
     best = float("inf")
@@ -110,7 +111,7 @@ def tiled_flops(sides: tuple[int, int, int, int], processors: int, fill: int) ->
 
 
 class Roofline:
-    """Speed of one device. ``slower``: the slowdown of devices that share their processor."""
+    """The roofline model of one device. ``slower``: slowdown of ranks that share their processor."""
 
     def __init__(self, device: Device, slower: float = 1.0) -> None:
         self.slower = slower
@@ -120,12 +121,12 @@ class Roofline:
         self._peaks: dict[str, float] = {}
 
     def _peak(self, dtype: str) -> float:
-        found = self._peaks.get(dtype)
-        if found is None:
-            found = self._peaks[dtype] = peak_of(self.device, dtype)
-        return found
+        if dtype not in self._peaks:
+            self._peaks[dtype] = peak_of(self.device, dtype)
+        return self._peaks[dtype]
 
     def seconds(self, op: Op, micro: int) -> float:
+        """Return the seconds of one kernel for ``micro`` sequences."""
         work = op.bytes.at(micro) / self.bandwidth
         if op.sides is not None:
             work = max(work, self._product(op.sides_at(micro)) / (self._peak(op.dtype) * self.device.product_fraction))
@@ -135,7 +136,7 @@ class Roofline:
         return self.slower * (self.launch**2 + work**2) ** 0.5
 
     def _product(self, sides: tuple[int, int, int, int]) -> float:
-        """Return operations at full speed that take as long as the product."""
+        """Return the FLOPs at full speed that take as long as the product."""
         fill = self.device.half_tile
         if self.device.processors is not None:
             return tiled_flops(sides, self.device.processors, fill)
@@ -143,37 +144,35 @@ class Roofline:
         return 2.0 * b * (m + fill) * (n + fill) * (k + fill)
 
     def _filled(self, head: int) -> float:
-        """Return how many times as many features a GPU's attention computes as a head has."""
+        """Return the ratio of a head's padded features to its features, for a GPU."""
         if self.device.processors is None or not head:
             return 1.0
         step = HEADS[head > FINE_HEADS]
         return ceil(head / step) * step / head
 
     def all(self, ops: Iterable[tuple[Op, int]], micro: int) -> float:
-        """Return seconds of kernels one after the other, if the host launches them as fast."""
+        """Return the seconds of consecutive kernels, if the host launches them fast enough."""
         return sum(self.seconds(op, micro) * count for op, count in ops)
 
     def host(self, ops: Iterable[tuple[Op, int]], saved: int = 0) -> float:
-        """Return seconds in which the host launches them. ``saved``: launches that are not needed, because a CUDA graph
-        launches several kernels at once.
-        """
+        """Return the seconds that the host needs to launch the kernels. ``saved``: launches that CUDA graphs avoid."""
         kernels = sum(count for _, count in ops)
         return self.slower * (self.device.host or 0.0) * max(0, kernels - saved)
 
     def moving(self, num_bytes: float) -> float:
-        """Return seconds of a kernel that only moves bytes."""
+        """Return the seconds of a kernel that only moves bytes."""
         return self.slower * (self.launch**2 + (num_bytes / self.bandwidth) ** 2) ** 0.5 if num_bytes else 0.0
 
 
 class Pricing:
-    """The seconds of kernels and collectives, for a mesh on a cluster. Owns: the links of each axis."""
+    """The seconds of kernels and collectives, for a mesh on a cluster."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, slower: float = 1.0) -> None:
         self.mesh, self.cluster = mesh, cluster
         self.roofline, self.wires = Roofline(cluster.device, slower), wires(cluster, slower)
 
     def message(self, message: Message, micro: int, *, alone: bool = False) -> float:
-        """Return seconds that the rank waits for it. ``alone``: no product overlaps it."""
+        """Return the exposed seconds of a collective. ``alone``: no product overlaps it."""
         whole = self.collective(message.kind, message.axis, message.bytes.at(micro))
         if alone:
             return whole
@@ -194,9 +193,7 @@ class Pricing:
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of one unit, or stage, and one microbatch. ``weights``: of a W, if the schedule has them; else none, and
-    the backward has all.
-    """
+    """The seconds of one microbatch on one unit or stage. ``weights``: of a W; without W they are in ``backward``."""
 
     forward: Spent = Spent()
     backward: Spent = Spent()
@@ -210,12 +207,12 @@ class UnitSeconds(NamedTuple):
         return UnitSeconds(*map(Spent.plus, self, other))
 
     def with_host(self) -> UnitSeconds:
-        """Return passes that take at least as long as the host needs for them."""
+        """Return the seconds with the host's exposed launch time in each phase."""
         return UnitSeconds(*map(Spent.with_host, self))
 
 
 def _seconds(work: Work, pricing: Pricing, micro: int, *, waits: bool) -> UnitSeconds:
-    """Return seconds of the work. ``waits``: weight gradients are deferred."""
+    """Return the seconds of ``work``. ``waits``: weight gradients are separate actions (W)."""
     forward, backward = pricing.phase(work.forward, micro), work.backward
     if not waits:
         return UnitSeconds(forward, pricing.phase(backward, micro))
@@ -225,19 +222,19 @@ def _seconds(work: Work, pricing: Pricing, micro: int, *, waits: bool) -> UnitSe
 
 
 class WorkSeconds:
-    """Seconds of all units of a cut under one kind of recompute, and their sums over ranges.
+    """The seconds of all units of a cut under one kind of recomputation, and their sums over ranges.
 
-    ``until``: all seconds of the units before each, and of all, without waits for the host; ``forward_until``: of their
-    forwards alone. ``waits``: whether gradients of weights are actions of their own.
+    ``until``: prefix sums of the seconds of units, without waits for the host; ``forward_until``: of forwards alone.
+    ``waits``: weight gradients are separate actions (W).
     """
 
     def __init__(self, work: CutWork, kind: str, pricing: Pricing, *, waits: bool = False) -> None:
-        found, micro = dict[int, UnitSeconds](), work.micro
+        of_unit, micro = dict[int, UnitSeconds](), work.micro
         for unit in {id(unit): unit for unit in work.units}.values():
             once = _seconds(unit.work, pricing, micro, waits=waits)
             again = pricing.phase(unit.again[kind], micro, again=True)
-            found[id(unit)] = once._replace(backward=once.backward.plus(again))
-        self.units = [found[id(unit)] for unit in work.units]
+            of_unit[id(unit)] = once._replace(backward=once.backward.plus(again))
+        self.units = [of_unit[id(unit)] for unit in work.units]
         self.flops, self.dtype = flops_of(work)
         self.shared = [(s, _seconds(s.work, pricing, micro, waits=waits)) for s in work.shared]
         self.until = [0.0, *accumulate(unit.total for unit in self.units)]
@@ -254,8 +251,8 @@ class WorkSeconds:
 
 
 def flops_of_stages(work: CutWork, kind: str, ranges: Sequence[tuple[int, int]]) -> StageCosts:
-    """Return operations of products of one microbatch on each stage: forward, backward without those of weights, and
-    these. Attention has no weights: its backward is a B alone.
+    """Return the FLOPs of products of one microbatch on each stage: forward, backward without weight gradients, weight
+    gradients.
     """
 
     def of_ops(phases: Iterable[Phase]) -> float:
@@ -276,12 +273,11 @@ def _multiplies(op: Op) -> bool:
 
 
 def flops_of(work: CutWork) -> tuple[float, str]:
-    """Return operations of products of all units for one microbatch, both ways; and the dtype with most of them."""
-    found: Counter[str] = Counter()
+    """Return the FLOPs of products of all units for one microbatch, and the dtype with most of them."""
+    by_dtype: Counter[str] = Counter()
     counts = Counter(map(id, work.units))
     for unit in {id(unit): unit for unit in work.units}.values():
         for op, count in (*unit.work.forward.ops, *unit.work.backward.ops):
             if _multiplies(op):
-                found[op.dtype] += op.flops(work.micro) * count * counts[id(unit)]  # pyright: ignore
-    dtype = max(found, key=found.__getitem__, default="")
-    return float(sum(found.values())), dtype
+                by_dtype[op.dtype] += op.flops(work.micro) * count * counts[id(unit)]  # pyright: ignore
+    return float(sum(by_dtype.values())), max(by_dtype, key=by_dtype.__getitem__, default="")

@@ -1,20 +1,19 @@
-"""Seconds of the end of a step: gradients over dp, tied weights, the norm, the update, the gather of parameters.
+"""Seconds of the end of a step: gradients over dp, tied weights, norm, update, all-gather of parameters.
 
-reduce-scatter   bucket by bucket, as the last backward of the rank fills them (runtime.optimizer.buffers): all but
-                 the last bucket beside it
-update           bytes of gradient, moments and parameters over the memory's bandwidth; of whole matrices the products
-                 of Newton-Schulz too, evenly over the ranks that share them, and two all-to-alls; of rows and columns
-                 all-reduces of their sums, and of two sizes
-all-gather       starts after the update; each forward waits for the buckets that it reads: all but the first
-                 beside the first forward, or while a later stage waits for its first microbatch
+reduce-scatter   bucket by bucket, as the rank's last backward fills them (runtime.optimizer.buffers); all but the last
+                 bucket overlap that backward
+update           bytes of gradient, moments and parameters over the memory bandwidth; for whole matrices also the
+                 products of Newton-Schulz, evenly over the ranks that share them, and two all-to-alls
+all-gather       starts after the update; each forward waits for the buckets that it reads; all but the first bucket
+                 overlap the first forward, or the wait of a later stage for its first microbatch
 
-Full weights and gradients, if the ranks of dp keep shards of them (zero 2 and 3), are moved in each microbatch:
+With zero 2 and 3, sharded weights and gradients are exchanged in each microbatch:
 
-forward     zero 3: gathers of the weights of all units but the first beside the products before them
-backward    zero 3: the same gathers; the sums of all gradients but those of the last unit beside products
-once        with reshard: false the gathers of a step are spread over its microbatches
+forward     zero 3: all-gathers of all units but the first overlap the products before them
+backward    zero 3: the same all-gathers; reduce-scatters of all units but the last overlap products
+once        with reshard: false the all-gathers of a step are spread over its microbatches
 
-Units that several blocks read are gathered with the first of a stage.
+Weights that several blocks read are gathered with the first unit of a stage.
 """
 
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class EndOfStep:
-    """Seconds of one rank: until it may join the norm, after its last backward; of the update; of the gather, without
-    the part that its next forward hides.
+    """Seconds of one rank: from its last backward to the norm (``reduce``), of the update, and of the exposed
+    all-gather of parameters.
     """
 
     reduce: float
@@ -46,12 +45,13 @@ class EndOfStep:
 def end_of_step(
     holds: RankHolds, pricing: Pricing, *, zero: int, last_backward: float, until_first_forward_ends: float
 ) -> EndOfStep:
-    """``last_backward``: seconds of the rank's last one; ``until_first_forward_ends``: from the start of a step."""
+    """Return the seconds of a rank after its last backward, which took ``last_backward`` seconds.
+    ``until_first_forward_ends``: seconds from the start of a step."""
     overlap = pricing.cluster.overlap
     reduce = gather = sums = update = 0.0
     last_bucket = first_bucket = 0.0
     for buffer in holds.buffers:
-        if zero < 2:  # else within the backwards (Exchanged)
+        if zero < 2:  # with zero 2 and 3, gradients are reduced during the backwards (Exchanged)
             kind = "reduce_scatter" if zero else "all_reduce"
             each = pricing.collective(kind, buffer.reduced_over, _bucket(buffer) * buffer.gradient_itemsize)
             reduce += buffer.num_buckets * each
@@ -91,7 +91,7 @@ def _bucket(buffer: HeldBuffer) -> float:
 
 
 def _sums(buffer: HeldBuffer, pricing: Pricing) -> float:
-    """Return seconds of all-reduces of this rank's shard over axes with partial gradients, and of tied weights."""
+    """Return the seconds of all-reduces of this rank's shard: over axes with partial gradients, and of tied weights."""
     size = buffer.shard * buffer.main_itemsize
     axes: Sequence[str] = [axis for axis in SUMS if axis in buffer.partial_over]
     total = sum(pricing.collective("all_reduce", axis, size) for axis in axes)
@@ -101,13 +101,13 @@ def _sums(buffer: HeldBuffer, pricing: Pricing) -> float:
 
 
 def norm_seconds(pricing: Pricing, num_noted: int) -> float:
-    """Return seconds of one all-reduce over all ranks, which the update waits for."""
+    """Return the seconds of the norm's all-reduce over all ranks."""
     size = NORM_BYTES * (3 + num_noted + NOTES_OF_A_RANK * pricing.mesh.world_size)
     return pricing.collective("all_reduce", "world", size) if pricing.mesh.world_size > 1 else 0.0
 
 
 class Exchanged:
-    """Owns the seconds of the exchanges of each unit."""
+    """The seconds of the all-gathers and reduce-scatters of each unit, with zero 2 and 3."""
 
     def __init__(self, work: CutWork, layout: Layout, pricing: Pricing, spec: Spec) -> None:
         self._work, self._layout, self._pricing = work, layout, pricing
@@ -117,7 +117,7 @@ class Exchanged:
         self._known: dict[int, tuple[float, float]] = {}
 
     def beside(self, stage: UnitSeconds, first: int, end: int) -> UnitSeconds:
-        """Return ``stage``, of units [first, end), with the seconds that its exchanges add to a microbatch."""
+        """Return the seconds of ``stage``, of units [first, end), with the exposed time of these collectives."""
         units = [self._of(unit.parameters, id(unit)) for unit in self._work.units[first:end]]
         tied = [(item.held, 1) for item in self._work.shared if item.held is not None and item.is_in(first, end)]
         units.append(self._of(tied, None))
@@ -133,13 +133,13 @@ class Exchanged:
         return stage.plus(UnitSeconds(*added))
 
     def _of(self, held: Held, key: int | None) -> tuple[float, float]:
-        """Return seconds of the gather of the weights of a unit, and of the sum of their gradients."""
+        """Return the seconds of a unit's all-gather of weights and reduce-scatter of gradients, cached by ``key``."""
         if key is not None and key in self._known:
             return self._known[key]
         weights, gradients = bytes_by_axis(held, self._asked)
         gather = sum(self._pricing.collective("all_gather", axis, size) for axis, size in weights.items())
         reduced = sum(self._pricing.collective("reduce_scatter", axis, size) for axis, size in gradients.items())
-        found = (gather if self._gathers else 0.0, reduced)
+        seconds = (gather if self._gathers else 0.0, reduced)
         if key is not None:
-            self._known[key] = found
-        return found
+            self._known[key] = seconds
+        return seconds
