@@ -28,7 +28,7 @@ from scipy.optimize import nnls
 
 from planner.cluster.links import Wire
 from planner.cost.seconds.phases import tiled_flops
-from runtime.calibrate.found import Found, Timed
+from runtime.calibrate.measurements import Measurements, Timed
 
 _OF_A_STEP = 0.15  # how much slower kernels of a step were than in these loops, on an H200 (benchmarks/RESULTS.md)
 _HALF_TILES = (0, 4, 8, 16, 32, 64, 128, 256)
@@ -39,34 +39,34 @@ _PARTS_OF_LATENCY = (1.0, 0.75, 0.5, 0.25)  # with one rate for all sizes, slow 
 _LONGER = 1.01  # a larger tensor takes at least this many times as long as a smaller one
 
 
-def cluster_of(found: Found, name: str) -> dict[str, Any]:
-    """Return the values of a cluster file. ``found``: the measurements; ``name``: of the cluster."""
-    device = _device(found)
+def cluster_of(measured: Measurements, name: str) -> dict[str, Any]:
+    """Return the values of a cluster file. ``measured``: the measurements; ``name``: of the cluster."""
+    device = _device(measured)
     # with one rank, a copy is the closest measurement to a message
-    link = {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": _an_op(found)}
-    if found.exchanged:
-        machine = found.machine
-        link = {"name": machine.backend, **link_of(found.exchanged, machine.num_ranks, machine.sharing)}
-    values = {"name": name, "device": device, "links": [link], "overlap": _overlap(found)}
-    return {**values, "uncertainty": _uncertainty(found, device, link)}
+    link = {"name": "none", "devices": 1, "bandwidth": device["bandwidth"], "latency": _an_op(measured)}
+    if measured.exchanged:
+        machine = measured.machine
+        link = {"name": machine.backend, **link_of(measured.exchanged, machine.num_ranks, machine.sharing)}
+    values = {"name": name, "device": device, "links": [link], "overlap": _overlap(measured)}
+    return {**values, "uncertainty": _uncertainty(measured, device, link)}
 
 
-def _uncertainty(found: Found, device: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
+def _uncertainty(measured: Measurements, device: dict[str, Any], link: dict[str, Any]) -> dict[str, float]:
     """Return the spread of measurements around the fitted values: the root mean square of relative errors."""
-    sharing, tile, processors = found.machine.sharing, device["half_tile"], found.machine.processors
+    sharing, tile, processors = measured.machine.sharing, device["half_tile"], measured.machine.processors
     errors = [
         _whole(t, tile, processors) * sharing / (device["flops"][t.name] * device["product_fraction"] * t.seconds) - 1
-        for t in _long_products(found)
+        for t in _long_products(measured)
     ]
     moved = device["bandwidth"] * device["bandwidth_fraction"]
-    errors += [t.work * sharing / (moved * t.seconds) - 1 for t in found.moved]
-    sent = errors_of_link(found.exchanged, link, sharing)
+    errors += [t.work * sharing / (moved * t.seconds) - 1 for t in measured.moved]
+    sent = errors_of_link(measured.exchanged, link, sharing)
     return {"compute": max(spread(errors), _OF_A_STEP if processors else 0.0), "communication": spread(sent)}
 
 
-def _device(found: Found) -> dict[str, Any]:
-    sharing, processors = found.machine.sharing, found.machine.processors
-    products = _by_name(_long_products(found))
+def _device(measured: Measurements) -> dict[str, Any]:
+    sharing, processors = measured.machine.sharing, measured.machine.processors
+    products = _by_name(_long_products(measured))
     tile = min(_HALF_TILES, key=lambda side: sum(_misfit(timed, side, processors) for timed in products.values()))
     if processors:  # the largest product: smaller ones draw less power, which leaves the clock higher than in a step
         peaks = {name: _whole(t[-1], tile, processors) / t[-1].seconds for name, t in products.items()}
@@ -74,13 +74,13 @@ def _device(found: Found) -> dict[str, Any]:
     else:
         peaks = {name: max(t.rate for t in timed) for name, timed in products.items()}
         fraction = median(_fraction(timed, peaks[name], tile) for name, timed in products.items())
-    bandwidth = max(timed.rate for timed in found.moved)
-    of_attention = [timed.rate / peaks[timed.name] for timed in found.attention]
-    own = [timed.rate / bandwidth for timed in found.moved]
+    bandwidth = max(timed.rate for timed in measured.moved)
+    of_attention = [timed.rate / peaks[timed.name] for timed in measured.attention]
+    own = [timed.rate / bandwidth for timed in measured.moved]
     device = {
-        "name": found.machine.device,
+        "name": measured.machine.device,
         "flops": {name: rounded(peak * sharing) for name, peak in peaks.items()},
-        "memory": found.machine.memory,
+        "memory": measured.machine.memory,
         "bandwidth": rounded(bandwidth * sharing),
         "product_fraction": share(fraction),
         "half_tile": tile,
@@ -88,24 +88,24 @@ def _device(found: Found) -> dict[str, Any]:
         "bandwidth_fraction": share(1 / float(np.mean([1 / fraction for fraction in own]))),
     }
     if processors:
-        device |= {"processors": processors, "host": _an_op(found), "context": found.machine.context}
-        device |= {"cudnn_attention": True} if found.machine.cudnn else {}
-        return device if found.machine.slack is None else device | {"slack": found.machine.slack}
-    return device | {"launch": _an_op(found)} | ({"at_once": found.machine.cores} if sharing > 1 else {})
+        device |= {"processors": processors, "host": _an_op(measured), "context": measured.machine.context}
+        device |= {"cudnn_attention": True} if measured.machine.cudnn else {}
+        return device if measured.machine.slack is None else device | {"slack": measured.machine.slack}
+    return device | {"launch": _an_op(measured)} | ({"at_once": measured.machine.cores} if sharing > 1 else {})
 
 
-def _an_op(found: Found) -> float:
+def _an_op(measured: Measurements) -> float:
     """Return the seconds of a small op; on a GPU those of the host, which launches one op after another."""
-    return rounded(max(found.small.seconds / found.machine.sharing, LEAST_SECONDS))
+    return rounded(max(measured.small.seconds / measured.machine.sharing, LEAST_SECONDS))
 
 
-def _long_products(found: Found) -> list[Timed]:
+def _long_products(measured: Measurements) -> list[Timed]:
     """Return the products that take longer than a launch by the host (on a GPU), at least one of each dtype."""
-    if not found.machine.processors:
-        return list(found.products)
-    kept = [t for t in found.products if t.seconds > 2 * found.small.seconds]
+    if not measured.machine.processors:
+        return list(measured.products)
+    kept = [t for t in measured.products if t.seconds > 2 * measured.small.seconds]
     names = {t.name for t in kept}
-    return kept + [timed[-1] for name, timed in _by_name(found.products).items() if name not in names]
+    return kept + [timed[-1] for name, timed in _by_name(measured.products).items() if name not in names]
 
 
 def _fraction(timed: Sequence[Timed], peak: float, tile: int) -> float:
@@ -133,11 +133,11 @@ def _whole(timed: Timed, tile: int, processors: int) -> float:
     return 2.0 * prod(side + tile for side in timed.sides)
 
 
-def _overlap(found: Found) -> float:
+def _overlap(measured: Measurements) -> float:
     """Return 1 if an exchange beside a product takes no extra time, 0 if both take as long as in sequence."""
-    if found.overlap is None:
+    if measured.overlap is None:
         return 1.0
-    product, exchange, both = found.overlap
+    product, exchange, both = measured.overlap
     hidden = (product + exchange - both) / min(product, exchange)
     return round(min(1.0, max(0.0, hidden)), 2)
 

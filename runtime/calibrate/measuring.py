@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from passes.ops.axis import all_gather_single, reduce_scatter_single
 from planner.cluster.cluster import GPU_SLACK
 from planner.mesh import Mesh
-from runtime.calibrate.found import Clock, Timed
+from runtime.calibrate.measurements import Clock, Timed
 from runtime.distributed.groups import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -175,16 +175,16 @@ def train(device: torch.device, *, again: bool, width: int = WIDTH, length: int 
     head = nn.Linear(width, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
     weights = [*layers.parameters(), *head.parameters()]
     stays = [torch.empty(OPTIMIZER_BYTES * w.numel(), device=device, dtype=torch.uint8) for w in weights]
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     for _ in range(STEPS):
         x = torch.randn(SEQUENCES, length, width, device=device, dtype=torch.bfloat16)
         for layer in layers:
             x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
         logits = head(x).flatten(0, 1).float()
         target = torch.zeros(SEQUENCES * length, device=device, dtype=torch.int64)
-        found = list(torch.autograd.grad(F.cross_entropy(logits, target), weights))
+        gradients = list(torch.autograd.grad(F.cross_entropy(logits, target), weights))
     del stays
-    return found
+    return gradients
 
 
 def measured_mesh(size: int) -> tuple[Mesh, tuple[str, ...]]:

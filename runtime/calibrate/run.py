@@ -21,7 +21,7 @@ from planner.spec.fields import json_schema
 from planner.spec.messages import spec_error
 from runtime.calibrate import measuring
 from runtime.calibrate.fit import cluster_of
-from runtime.calibrate.found import Clock, Found, Machine, Timed
+from runtime.calibrate.measurements import Clock, Machine, Measurements, Timed
 from runtime.distributed.groups import Groups
 from runtime.distributed.launch import launch
 from runtime.distributed.opening import open_groups
@@ -55,8 +55,8 @@ def calibrate(nproc: int | None = None, seconds: float = SECONDS, name: str = "t
     _check(size, seconds)
     print(f"measuring on {size} ranks at once, about {seconds:g} s", file=sys.stderr, flush=True)
     limit = _START_SECONDS + 4 * seconds
-    found = launch(measure_rank, size, seconds, limit, timeout_seconds=limit)[0]
-    return cluster_text(cluster_of(found, name), found, time.strftime("%Y-%m-%d"))
+    measured = launch(measure_rank, size, seconds, limit, timeout_seconds=limit)[0]
+    return cluster_text(cluster_of(measured, name), measured, time.strftime("%Y-%m-%d"))
 
 
 def _check(size: int, seconds: float) -> None:
@@ -70,16 +70,16 @@ def _check(size: int, seconds: float) -> None:
         raise PlanError(what, where="--nproc", fix='give fewer, or set CUDA_VISIBLE_DEVICES="" to measure the CPU')
 
 
-def measure_rank(seconds: float, timeout_seconds: float) -> Found:
+def measure_rank(seconds: float, timeout_seconds: float) -> Measurements:
     """Measure on this rank; all ranks run the same calls in the same order, and rank 0 reports progress."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     load = os.getloadavg()[0]
     with _opened(size, timeout_seconds) as groups:
         machine, clock = _machine(groups, load), Clock(groups, seconds / _PASSES / _MEASUREMENTS)
-        return Found.fastest([_measure(machine, clock, number) for number in range(_PASSES)])
+        return Measurements.fastest([_measure(machine, clock, number) for number in range(_PASSES)])
 
 
-def _measure(machine: Machine, clock: Clock, number: int) -> Found:
+def _measure(machine: Machine, clock: Clock, number: int) -> Measurements:
     """Run one pass over all measurements."""
     several, skipped = machine.num_ranks > 1, list[str]()
     longer = Clock(clock.groups, 2 * clock.window)  # for times that are subtracted from each other
@@ -93,7 +93,7 @@ def _measure(machine: Machine, clock: Clock, number: int) -> Found:
         return result
 
     with torch.enable_grad():
-        return Found(
+        return Measurements(
             machine,
             products=tuple(tell("products", lambda: list(measuring.products(clock, skipped)))),
             attention=tuple(tell("attention", lambda: list(measuring.attention(clock)))),
@@ -154,27 +154,27 @@ def _cpu_name() -> str:
     return f"a core of {named[0] if named else platform.machine() or 'a CPU'}"
 
 
-def cluster_text(values: Mapping[str, Any], found: Found, date: str) -> str:
+def cluster_text(values: Mapping[str, Any], measured: Measurements, date: str) -> str:
     """Return YAML with comments. Raises RunError if the measurements do not make a valid cluster file."""
     try:
         Cluster.model_validate(values)
     except ValidationError as error:
         problem = spec_error(error, values, {}, json_schema(Cluster), "the cluster file")
         raise RunError(f"the measurements do not make a valid cluster file: {problem}") from error
-    lines = [*_head(found, date), f"name: {values['name']}", "device:"]
+    lines = [*_head(measured, date), f"name: {values['name']}", "device:"]
     for key, value in values["device"].items():
         said = f"  {key}: {_value(value)}"
         lines.append(f"{said:<42}  # {_KEYS[key]}" if key in _KEYS else said)
     lines.append(f"{'links:':<42}  # bandwidth: bytes per second, one direction, per rank; latency: seconds")
     for link in values["links"]:
         lines += [f"  {' ' if at else '-'} {key}: {_value(value)}" for at, (key, value) in enumerate(link.items())]
-    lines.append(f"overlap: {values['overlap']:g}{_overlap(found)}")
+    lines.append(f"overlap: {values['overlap']:g}{_overlap(measured)}")
     lines.append(f"uncertainty: {_value(values['uncertainty'])}  # spread of the measurements around these values")
     return "\n".join(lines) + "\n"
 
 
-def _head(found: Found, date: str) -> list[str]:
-    machine = found.machine
+def _head(measured: Measurements, date: str) -> list[str]:
+    machine = measured.machine
     shared = f" on {machine.cores} cores" if machine.cores else ""
     lines = [
         f"Measured by `meshwright calibrate` on {date}: {machine.num_ranks} ranks at once{shared}; {machine.backend}, "
@@ -187,11 +187,11 @@ def _head(found: Found, date: str) -> list[str]:
             "latency and launch the measured values divided by it: values of a rank with a core of its own.",
         ]
     lines += ["", "Measured, on one rank while the others run:"]
-    lines += [f"  product {_seen(t, 'FLOP/s')}" for t in found.products]
-    lines += [f"  attention {_seen(t, 'FLOP/s')}" for t in found.attention]
-    lines += [f"  {_seen(t, 'B/s')}" for t in found.moved]
-    lines += [f"  {_exchange(t)}" for t in found.exchanged]
-    lines += [f"  skipped: {what}" for what in found.skipped]
+    lines += [f"  product {_seen(t, 'FLOP/s')}" for t in measured.products]
+    lines += [f"  attention {_seen(t, 'FLOP/s')}" for t in measured.attention]
+    lines += [f"  {_seen(t, 'B/s')}" for t in measured.moved]
+    lines += [f"  {_exchange(t)}" for t in measured.exchanged]
+    lines += [f"  skipped: {what}" for what in measured.skipped]
     return [f"# {line}".rstrip() for line in lines]
 
 
@@ -205,10 +205,10 @@ def _exchange(timed: Timed) -> str:
     return f"{timed.name} of {_short(timed.work)}B{group}: {timed.seconds * 1e3:.3g} ms"
 
 
-def _overlap(found: Found) -> str:
-    if found.overlap is None:
+def _overlap(measured: Measurements) -> str:
+    if measured.overlap is None:
         return ""
-    product, exchange, both = (f"{seconds * 1e3:.3g}" for seconds in found.overlap)
+    product, exchange, both = (f"{seconds * 1e3:.3g}" for seconds in measured.overlap)
     return f"  # products of {product} ms beside an all-reduce of {exchange} ms took {both} ms"
 
 

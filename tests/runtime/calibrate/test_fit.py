@@ -12,7 +12,7 @@ from passes.errors import RunError
 from planner.cluster.cluster import GPU_SLACK, Cluster
 from planner.cluster.links import Group, seconds, wires
 from runtime.calibrate.fit import cluster_of
-from runtime.calibrate.found import Found, Machine, Timed
+from runtime.calibrate.measurements import Machine, Measurements, Timed
 from runtime.calibrate.run import cluster_text
 
 LATENCY, RATE, PEAK, BANDWIDTH = 50e-6, 2e9, 40e9, 10e9
@@ -20,7 +20,7 @@ TILE, SIDES = 16, ((64, 128, 128), (32, 512, 512), (512, 32, 512), (512, 512, 51
 SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
-def found(size: int = 4, cores: int = 0, noise: float = 0.0) -> Found:
+def found(size: int = 4, cores: int = 0, noise: float = 0.0) -> Measurements:
     """What a machine with these numbers would show."""
     rng = random.Random(0)
 
@@ -37,7 +37,7 @@ def found(size: int = 4, cores: int = 0, noise: float = 0.0) -> Found:
         seconds = messages * LATENCY + sent / RATE
         return replace(timed(kind, num_bytes, seconds), ranks=2 if kind == "p2p" else size)
 
-    return Found(
+    return Measurements(
         Machine("a core: of 'X', 100%", "gloo", size, cores, 8 << 30, load=1.5, torch="2.13"),
         products=tuple(product(dtype, *sides) for dtype in ("float32", "float64") for sides in SIDES),
         attention=(timed("float32", 1e8, 1e8 / (0.5 * PEAK)),),
@@ -48,7 +48,7 @@ def found(size: int = 4, cores: int = 0, noise: float = 0.0) -> Found:
     )
 
 
-def fitted(measured: Found) -> Cluster:
+def fitted(measured: Measurements) -> Cluster:
     return Cluster.model_validate(yaml.safe_load(cluster_text(cluster_of(measured, "here"), measured, "2026-01-01")))
 
 
@@ -93,7 +93,7 @@ def test_a_slow_reduce_scatter_is_told_apart():
     assert link.latency == pytest.approx(LATENCY, rel=1e-2)
 
 
-def of_sizes(rate: Callable[[float], float], pairs: float = 1.0) -> Found:
+def of_sizes(rate: Callable[[float], float], pairs: float = 1.0) -> Measurements:
     """A machine whose rate depends on the bytes of a tensor; groups of two reach ``pairs`` times as much."""
 
     def exchange(kind: str, num_bytes: float, ranks: int) -> Timed:
@@ -200,18 +200,18 @@ def test_what_no_machine_has_makes_no_file():
 def test_the_fastest_of_several_passes_counts_and_of_each_measurement_alone():
     first, second = found(), found(noise=0.5)
     slower = replace(second, products=second.products[1:])
-    assert Found.fastest([slower, first]).exchanges == first.exchanges
-    assert Found.fastest([first, slower]).products == first.products
-    assert Found.fastest([first]) == first
+    assert Measurements.fastest([slower, first]).exchanges == first.exchanges
+    assert Measurements.fastest([first, slower]).products == first.products
+    assert Measurements.fastest([first]) == first
 
 
-def of_a_gpu() -> Found:
+def of_a_gpu() -> Measurements:
     """What one H200 measured (benchmarks/RESULTS.md, "On a GPU: calibrated"): products in bfloat16, and a small op."""
     rates = {(256, 2048, 2048): 121e12, (2048, 256, 2048): 109e12, (4096,) * 3: 759e12, (8192,) * 3: 684e12}
     products = [Timed("bfloat16", 2.0 * prod(sides), 2.0 * prod(sides) / rate, sides) for sides, rate in rates.items()]
     machine = Machine("H200", "nccl", 1, 0, 150 << 30, processors=132, context=500_000_000)
     attention, copy = Timed("bfloat16", 206e9, 206e9 / 476e12), Timed("copy", 2.15e9, 2.15e9 / 4.27e12)
-    return Found(machine, tuple(products), (attention,), (copy,), Timed("small", 1.0, 15.9e-6))
+    return Measurements(machine, tuple(products), (attention,), (copy,), Timed("small", 1.0, 15.9e-6))
 
 
 def test_a_gpu_is_a_gpu_to_the_planner_and_its_largest_product_runs_at_the_speed_of_a_step():

@@ -65,7 +65,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Measurements:
     """All measurements. Products are named by their dtype, exchanges by their kind. ``before``: the product that runs
     before each exchange, timed alone. ``overlap``: seconds of products, of an exchange, and of both at once.
     """
@@ -87,7 +87,7 @@ class Found:
         return tuple(replace(t, seconds=max(t.seconds - beside, _LEAST * t.seconds)) for t in self.exchanges)
 
     @classmethod
-    def fastest(cls, passes: Sequence[Found]) -> Found:
+    def fastest(cls, passes: Sequence[Measurements]) -> Measurements:
         """Return the fastest of ``passes`` for each measurement of the first pass."""
         first = passes[0]
         return cls(
