@@ -65,9 +65,9 @@ class Function:
 class AnyRows:
     """Symbolic arguments for any number of rows of experts, which differs from step to step.
 
-    They have no values, share one symbol, and have the strides of ``examples``. Owns the symbol's shape environment.
-    Its guards are the assumptions of Inductor, such as that indices fit in 32 bits: they are read once both directions
-    are compiled, and checked before each call.
+    They have no values, share one symbol, and have the strides of ``examples``. The symbol's guards are assumptions of
+    Inductor, such as that indices fit in 32 bits: they are read once both directions are compiled, and checked before
+    each call.
     """
 
     def __init__(self, examples: Sequence[Tensor], counts_rows: Sequence[bool]) -> None:
@@ -101,8 +101,8 @@ def _like(x: Tensor, shape: Any) -> Any:
 
 @dataclass
 class CompileReport:
-    """``seconds`` of compiling ``num_functions`` of ``num_pieces``; ``from_cache`` of their forward and backward graphs
-    were on disk, ``made`` were not. ``eager``: (the user's line, reason) of pieces that could not be compiled."""
+    """The compilation of ``num_functions`` for ``num_pieces``: its ``seconds``, and how many graphs, forward and
+    backward, were in the cache or compiled (``made``). ``eager``: (source line, reason) of pieces that failed."""
 
     num_pieces: int
     num_functions: int = 0
@@ -122,9 +122,9 @@ class CompileReport:
 class CompiledPieces:
     """Runs all pieces of a rank.
 
-    Owns the functions, and the number of calls by (piece, kind): "compiled" as one function, "eager" op by op,
-    "recorded" op by op into an emulated graph (a CUDA graph captures the function). ``extra``: added to the timeout of
-    collectives while ranks compile all ``num_functions`` of the plan.
+    ``counts``: number of calls by (piece, kind): "compiled" as one function, "eager" op by op, "recorded" op by op into
+    an emulated graph (a CUDA graph captures the function). ``extra``: added to the timeout of collectives while ranks
+    compile all ``num_functions`` of the plan.
     """
 
     def __init__(self, program: RankProgram, *, num_functions: int = 0, emulates_casts: bool = True) -> None:
@@ -252,11 +252,11 @@ def compile_graph(
     examples = [_example(*argument, rows=rows) for argument in signature]
     counts_rows = [shape[:1] == (ANY,) for _, shape, *_ in signature]
     symbolic = AnyRows(examples, counts_rows) if any(counts_rows) else None
-    given: list[Any] = list(examples) if symbolic is None else symbolic.arguments
+    values: list[Any] = list(examples) if symbolic is None else symbolic.arguments
     # innermost hooks, so that those of a recomputed block do not count the tensors that are saved here
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         options = {**_OPTIONS, "emulate_precision_casts": emulates_casts}
-        function: Any = compile_by_inductor(own, given, options)
+        function: Any = compile_by_inductor(own, values, options)
         outputs = [x for x in function(*examples) if x.requires_grad]
         wanted = [x for x in examples if x.requires_grad]
         if outputs and wanted:  # Inductor compiles a backward at its first call

@@ -1,8 +1,8 @@
-"""One graph for a step: forward and backward of all microbatches, with exchanges between stages, without the optimizer.
+"""One CUDA graph for a step: forward and backward of all microbatches with their messages, without the optimizer.
 
     in      batch tensors of each microbatch, and the denominators that are read  → copied into static inputs
-    graph   the whole order of actions; gradients of weights are added to their buffers, messages between stages lie in
-            buffers that were allocated before
+    graph   all actions in order; weight gradients are added to their buffers, messages between stages use buffers that
+            were allocated before
     out     the sum of the losses, as a copy
 
 Reductions over the data-parallel ranks, and the update, start after the graph.
@@ -27,7 +27,7 @@ from runtime.pipeline.p2p import StaticBuffers
 
 
 class FullIteration(Graphs):
-    """Owns the graph, its static inputs and message buffers, and the generators of its random numbers."""
+    """The graph of a step, with its static inputs, its message buffers, and the generators of its random numbers."""
 
     def __init__(self, program: RankProgram, buffers: GradientBuffers, maker: Maker, device: torch.device) -> None:
         self._program, self._buffers, self._maker, self._device = program, buffers, maker, device
@@ -107,13 +107,13 @@ class FullIteration(Graphs):
 
     def _copy_of(self, step: Step) -> Step:
         """Return the step with its values copied into new memory. The scale of the loss is static already."""
-        microbatches = [{name: tensor.clone() for name, tensor in given.items()} for given in step.microbatches]
+        microbatches = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in step.microbatches]
         denominators = [d.clone() if i in self._read else d for i, d in enumerate(step.denominators)]
         return Step(step.index, microbatches, step.first_microbatch, denominators, step.scale)
 
     def _tensors(self, step: Step) -> list[Tensor]:
         """Return the tensors of a step that are copied into static inputs before a replay."""
-        batch = [tensor for given in step.microbatches for tensor in given.values()]
+        batch = [tensor for tensors in step.microbatches for tensor in tensors.values()]
         return [*batch, *(step.denominators[i] for i in self._read)]
 
 

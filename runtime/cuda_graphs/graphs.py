@@ -1,8 +1,8 @@
 """The interface between an engine and a backend of CUDA graphs, code that backends share, and graphs of torch.cuda.
 
 Graphs of torch.cuda are captured on their own stream, in memory that each pool keeps. Other threads may call CUDA
-during a capture (NCCL's watchdog queries events), so that only this thread's errors count. Exchanges are captured
-as NCCL's kernels; eager steps before have made their communicators.
+during a capture (NCCL's watchdog queries events), so the capture fails only for errors of this thread. Collectives are
+captured as NCCL kernels; earlier eager steps have created their communicators.
 
 A replay runs no Python: collectives of regions are counted at the capture, and again at each replay.
 """
@@ -54,7 +54,7 @@ class Graphs(ABC):
     """Runs the regions or the step of a rank: as graphs while it ``is_on``, else, or without gradients, eagerly.
 
     ``is_wanted``: capture before the next step, replacing existing graphs. ``holds_reductions``: backwards of this step
-    start no reductions over the data-parallel ranks, which no graph contains. Owns the number of replays.
+    start no reductions over the data-parallel ranks, which no graph contains.
     """
 
     is_on = False
@@ -78,7 +78,7 @@ class Graphs(ABC):
         return executor.run(step)
 
     def before_forward(self, action: Action) -> None:  # noqa: B027 -- not needed for one graph of a step
-        """Called before a forward that a backward will follow."""
+        """Prepare for a forward that a backward will follow."""
 
     @property
     @abstractmethod

@@ -3,11 +3,11 @@
     capture     runs the Python code once, and records each op with the memory that it reads and writes
     replay      runs the ops again in the same memory; the Python code, its shapes and branches do not run again
 
-Results of ops lie in a ``Pool``, in blocks that are reused after the capture frees them, as in the caching allocator. A
-replay writes NaN into a block where the capture freed it, or reused a free block of an earlier graph. Mistakes with
-real graphs therefore show here too: a tensor that is read after its block was reused, an input that was not copied, a
-number that Python chose at the capture. So do the errors of a real capture: reading a value, data-dependent shapes,
-drawing from a generator that is not registered.
+Results of ops are in a ``Pool``, in blocks that are reused after the capture frees them, as in the caching allocator. A
+replay writes NaN into a block at the point at which the capture freed it, or reused a free block of an earlier graph.
+So the emulation reveals the same mistakes as real graphs: a tensor that is read after its block was reused, an input
+that was not copied, a number that Python chose at the capture. It also raises the errors of a real capture: reading a
+value, data-dependent shapes, drawing from a generator that is not registered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNWRITTEN = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::n
 
 
 class Pool:
-    """Memory that graphs share. Owns its blocks, and the set of blocks in use."""
+    """Memory that graphs share, in blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -159,9 +159,9 @@ class _Op:
             results = tree_leaves(self.target(*self.args, **self.kwargs))
         if self.is_exchange:
             return results[-1]
-        for made, value in zip(self.made, results, strict=True):
-            if made is not None and self.is_written:
-                made.copy_(value)
+        for place, value in zip(self.made, results, strict=True):
+            if place is not None and self.is_written:
+                place.copy_(value)
         return None
 
 
@@ -182,7 +182,7 @@ class _Free:
 
 
 class RecordedGraph:
-    """One graph. Owns its ops, and their blocks after the first replay. ``generators``: from which it may draw."""
+    """One recorded graph: its ops, with their blocks after the first replay. ``generators``: it may draw from these."""
 
     def __init__(self, pool: Pool, random: RandomState, generators: Collection[torch.Generator] = ()) -> None:
         self.pool, self._random, self._registered = pool, random, {_number_of(g) for g in generators}

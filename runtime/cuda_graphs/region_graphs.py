@@ -41,7 +41,7 @@ from runtime.pipeline.executor import Executor, Step
 class Region:
     """A region to capture: its call, and the ``held`` values (parameters, buffers, handles) that it reads.
 
-    ``own``: weights that only this region reads. Owns the generators of its random numbers, set before each replay.
+    ``own``: weights that only this region reads. ``generators``: of its random numbers, set before each replay.
     """
 
     def __init__(self, call: RegionCall, held: Sequence[Any], own: Sequence[nn.Parameter], random: RandomState) -> None:
@@ -62,7 +62,7 @@ class Region:
 
 
 class RegionGraphs:
-    """The graphs of one region for one microbatch at a time. Owns their static memory."""
+    """The two graphs of one region in one slot, and their static memory."""
 
     def __init__(self, region: Region, maker: Maker, device: torch.device) -> None:
         call = region.call
@@ -124,26 +124,26 @@ class RegionGraphs:
             of_leaf = {id(leaf): self.region.trained[key] for key, leaf in held.items() if leaf.requires_grad}
             handle = self.region.handle  # products inside add to the buffers themselves
             with nullcontext() if handle is None else handle.bound_to(_Places(of_leaf, self.added)):
-                made = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
+                results = call.module(*leaves, *(held.get(id(value), value) for value in self.region.held))
             through = [leaves[i].view_as(leaves[i]) for i in call.through]  # last, so that its gradient comes first
         with torch.no_grad():
-            copy_in(self.outputs, made)
+            copy_in(self.outputs, results)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._weights = [held[id(weight)] for weight in (*self.region.own, *self.region.shared)]
-        made = [value for value, b in zip(made, call.outputs, strict=True) if b.requires_grad]
-        self._edges = [get_gradient_edge(v) if v.requires_grad else None for v in (*made, *through)]
+        results = [value for value, b in zip(results, call.outputs, strict=True) if b.requires_grad]
+        self._edges = [get_gradient_edge(v) if v.requires_grad else None for v in (*results, *through)]
 
     def _run_backward(self) -> None:
         statics, leaves = (*self.of_outputs, *self.of_later), [*self._leaves, *self._weights]
         seeds = [(edge, static) for edge, static in zip(self._edges, statics, strict=True) if edge is not None]
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        computed: Sequence[Tensor | None] = [None] * len(leaves)
         self.added.clear()
         if seeds and leaves:
             edges, gradients = zip(*seeds, strict=True)
-            found = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
-        of_weights = found[len(self._leaves) :]
+            computed = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
+        of_weights = computed[len(self._leaves) :]
         with torch.no_grad():
-            for static, gradient in zip(self.of_inputs, found, strict=False):
+            for static, gradient in zip(self.of_inputs, computed, strict=False):
                 static.zero_() if gradient is None else static.copy_(gradient)
             own = list(zip(self.region.own, of_weights, strict=False))
             for parameter, gradient in own:
@@ -159,18 +159,18 @@ class RegionGraphs:
 
     # ---- the replay
 
-    def forward(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Replay the forward; return the outputs, and the inputs that pass through."""
-        copy_in(self.inputs, given)
+        copy_in(self.inputs, values)
         self.region.put_generators()
         self._drawn = self.region.random.step, self.region.random.microbatch
         self._replay(self._forward)
-        return [*(static.detach() for static in self.outputs), *(given[i].detach() for i in self.region.call.through)]
+        return [*(static.detach() for static in self.outputs), *(values[i].detach() for i in self.region.call.through)]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients of inputs and shared weights, from those of the outputs and of inputs passed through."""
-        for static, given in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
-            static.zero_() if given is None else static.copy_(given)
+        for static, value in zip((*self.of_outputs, *self.of_later), gradients, strict=True):
+            static.zero_() if value is None else static.copy_(value)
         region = self.region
         with region.random.again(*self._drawn):  # a backward repeats the draws of its microbatch's forward
             region.random.put_all({draw: generator for draw, generator in region.generators.items() if draw.again})
@@ -195,8 +195,8 @@ class _Places:
         self._parameter_of, self._added = parameter_of, added
 
     def place_of(self, parameter: Tensor) -> ParameterPlace | None:
-        found = self._parameter_of.get(id(parameter))
-        return None if found is None else ParameterPlace(Added(found.main_grad), found, self._added.append)  # pyright: ignore
+        own = self._parameter_of.get(id(parameter))
+        return None if own is None else ParameterPlace(Added(own.main_grad), own, self._added.append)  # pyright: ignore
 
 
 def copy_in(statics: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -213,10 +213,7 @@ def _zeros(values: Iterable[BoundaryPlan], device: torch.device) -> list[Tensor]
 
 
 class GraphsBySlot(Graphs):
-    """Runs each region of each microbatch by the graphs of its slot.
-
-    Owns the graphs of each (region, slot), and the slot of the current microbatch.
-    """
+    """Runs each region of each microbatch by the graphs of its slot."""
 
     def __init__(
         self,
@@ -305,9 +302,9 @@ def regions_of(program: RankProgram) -> list[list[Region]]:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owner: GraphsBySlot, graphs: RegionGraphs, count: int, *given: Any) -> Any:
+    def forward(ctx: Any, owner: GraphsBySlot, graphs: RegionGraphs, count: int, *inputs: Any) -> Any:
         owner.num_replays += 1
-        call, outputs = graphs.region.call, graphs.forward(given[:count])
+        call, outputs = graphs.region.call, graphs.forward(inputs[:count])
         ctx.owner, ctx.graphs = owner, graphs
         constant = [out for out, b in zip(outputs, call.outputs, strict=False) if not b.requires_grad]
         ctx.mark_non_differentiable(*constant)
@@ -322,5 +319,5 @@ class _Replay(torch.autograd.Function):
         of_inputs, of_shared = ctx.graphs.backward([*wanted, *grads[len(call.outputs) :]])
         for parameter in ctx.graphs.added:  # the graph has added their gradients, which may complete their buckets
             ctx.owner.buffers.arrived(parameter)
-        found = iter(of_inputs)
-        return None, None, None, *(next(found) if b.requires_grad else None for b in call.inputs), *of_shared, None
+        gradients = iter(of_inputs)
+        return None, None, None, *(next(gradients) if b.requires_grad else None for b in call.inputs), *of_shared, None

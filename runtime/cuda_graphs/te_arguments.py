@@ -33,7 +33,7 @@ _INSTEAD = "use impl: local"
 
 @dataclass(frozen=True)
 class GraphArguments:
-    """``modules`` and ``sample_args`` are passed by position, the others by name."""
+    """The arguments of make_graphed_callables: ``modules`` and ``sample_args`` by position, the others by name."""
 
     modules: tuple[nn.Module, ...]
     sample_args: tuple[tuple[Tensor, ...], ...]
@@ -61,12 +61,12 @@ def signed_order(order: Order) -> list[int]:
 
 def numbered(order: Order) -> dict[tuple[int, int], int]:
     """Return (chunk, microbatch) → index of its forward among those of the chunk."""
-    seen = Counter[int]()
+    counts = Counter[int]()
     numbers: dict[tuple[int, int], int] = {}
     for action in order:
         if action.kind == "F":
-            numbers[action.chunk, action.microbatch] = seen[action.chunk]
-            seen[action.chunk] += 1
+            numbers[action.chunk, action.microbatch] = counts[action.chunk]
+            counts[action.chunk] += 1
     return numbers
 
 
@@ -90,14 +90,14 @@ def sample_args_of(
         before = needed.get(kind, [False] * len(kind))
         needed[kind] = [a or value.requires_grad for a, value in zip(before, call.inputs, strict=True)]
     number, num_layers = numbered(order), [len(chunk) for chunk in chunks]
-    made: dict[int, tuple[Tensor, ...]] = {}
-    found: dict[int, tuple[Tensor, ...]] = {}
+    static: dict[int, tuple[Tensor, ...]] = {}
+    samples: dict[int, tuple[Tensor, ...]] = {}
     for (microbatch, chunk, layer), slot in slots_by_kind(order, kinds).items():
         kind = kinds[chunk][layer]
-        if slot not in made:
-            made[slot] = _static(kind, needed[kind], device)
-        found[sample_index(order, num_layers, chunk, number[chunk, microbatch], layer)] = made[slot]
-    return tuple(found[place] for place in sorted(found))
+        if slot not in static:
+            static[slot] = _static(kind, needed[kind], device)
+        samples[sample_index(order, num_layers, chunk, number[chunk, microbatch], layer)] = static[slot]
+    return tuple(samples[place] for place in sorted(samples))
 
 
 def signature(values: Sequence[BoundaryPlan]) -> Signature:
@@ -107,8 +107,8 @@ def signature(values: Sequence[BoundaryPlan]) -> Signature:
 
 def _static(kind: Signature, needed: Sequence[bool], device: torch.device) -> tuple[Tensor, ...]:
     """Return static inputs of zeros: a warm-up reads them, and zero is a valid index."""
-    made = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in kind]
-    return tuple(value.requires_grad_(need) for value, need in zip(made, needed, strict=True))
+    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in kind]
+    return tuple(value.requires_grad_(need) for value, need in zip(tensors, needed, strict=True))
 
 
 def check_microbatches(order: Order) -> None:

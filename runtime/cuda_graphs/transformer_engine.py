@@ -1,11 +1,11 @@
 """CUDA graphs captured by make_graphed_callables of Transformer Engine: a pair for each region and microbatch.
 
     capture    once: every region as a module, the order of the rank, static inputs        (te_arguments)
-    forward    inputs → the callable of (region, microbatch) → outputs, which lie in the graph's memory
+    forward    inputs → the callable of (region, microbatch) → outputs, in the graph's memory
     backward   autograd runs the callable's own; gradients of the inputs are copied out at once
 
-Outputs are read only until the backward of their microbatch. The next backward may overwrite gradients of inputs, which
-autograd may still keep for a sum: therefore they are copied.
+Outputs are read only until the backward of their microbatch. Gradients of inputs are copied, because autograd may keep
+them for a sum while the next backward overwrites them.
 
 Regions are captured as modules:
 
@@ -14,8 +14,9 @@ Regions are captured as modules:
 Modules with equal signatures of outputs with gradients share memory for these gradients, at the positions of the first
 such module. Therefore all modules return equally many outputs, those without a gradient last.
 
-Random numbers are equal to those of eager ops: its tracker of generators, which registers all of them with every graph,
-has one for each draw of a region, and each is set before a replay. A graph advances its generator only at its capture.
+Random numbers are equal to those of eager ops: Transformer Engine's tracker of generators, which registers all of them
+with every graph, has one for each draw of a region, and each is set before a replay. A graph advances its generator
+only at its capture.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ DISTRIBUTED = "transformer_engine.pytorch.distributed"
 class TransformerEngineGraphs(Graphs):
     """Runs the regions of a rank by graphs of Transformer Engine while it ``is_on``, else eagerly.
 
-    Owns the modules and static inputs for Transformer Engine, and the callables that it returns.
+    ``order``: of this pp rank. ``no_gradient_hooks()``: a context in which gradients stay in ``.grad``. Raises
+    PlanError for an order or a region that the graphs cannot run.
     """
 
     def __init__(
@@ -69,10 +71,6 @@ class TransformerEngineGraphs(Graphs):
         *,
         no_gradient_hooks: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``order``: of this pp rank. ``no_gradient_hooks()``: a context in which gradients stay in ``.grad``.
-
-        Raises PlanError for an order or a region that the graphs cannot run.
-        """
         self.device, self._no_gradient_hooks = device, no_gradient_hooks
         self._order = order_by_microbatch(order)
         calls = [list(calls_of(stage)) for stage in program.stages]
@@ -92,8 +90,8 @@ class TransformerEngineGraphs(Graphs):
     def capture(self, executor: Executor | None = None, step: Step | None = None) -> None:
         """Capture all graphs of this rank, and free those of an earlier capture. Gradients of a step are lost."""
         self.is_on, self.is_wanted = True, False
-        given = self.arguments()
-        if not given.modules:
+        inputs = self.arguments()
+        if not inputs.modules:
             return
         check_autocast()
         make = _make_graphed_callables()
@@ -103,11 +101,11 @@ class TransformerEngineGraphs(Graphs):
         places = dict(self._places())
         with self._no_gradient_hooks(), uncounted(axes):
             for module in self._modules:
-                find_draws(module, given.sample_args[places[module.call.index, 0]], self.device)
+                find_draws(module, inputs.sample_args[places[module.call.index, 0]], self.device)
             with registered(self._modules), _collector_as_found():
-                made = make(given.modules, given.sample_args, **given.named)
-        self._static = given.sample_args
-        self._callables = {key: made[place] for key, place in places.items()}
+                callables = make(inputs.modules, inputs.sample_args, **inputs.named)
+        self._static = inputs.sample_args
+        self._callables = {key: callables[place] for key, place in places.items()}
 
     def arguments(self) -> GraphArguments:
         """Return the arguments of ``make_graphed_callables``."""
@@ -129,9 +127,9 @@ class TransformerEngineGraphs(Graphs):
         module = self._module_of[call.index]
         self._count(module, FORWARD)
         module.put_generators()
-        given = [_Kept.apply(x) if value.requires_grad else x for x, value in zip(inputs, call.inputs, strict=True)]
-        made = module.in_order(self._callables[call.index, self._current](*given))
-        outputs = [y if value.requires_grad else y.detach() for y, value in zip(made, call.outputs, strict=True)]
+        copying = [_Kept.apply(x) if value.requires_grad else x for x, value in zip(inputs, call.inputs, strict=True)]
+        results = module.in_order(self._callables[call.index, self._current](*copying))
+        outputs = [y if value.requires_grad else y.detach() for y, value in zip(results, call.outputs, strict=True)]
         node = next((y.grad_fn for y in outputs if y.requires_grad), None)
         if node is not None:
             node.register_prehook(lambda _: self._count(module, BACKWARD))
@@ -207,10 +205,7 @@ def _check_keywords(known: Mapping[str, Any]) -> None:
 
 
 class RegionModule(nn.Module):
-    """A region as a module.
-
-    Owns the counts of its collectives in one forward and in one backward, and the generators of its draws.
-    """
+    """A region as a module. ``counted``: its collectives in a forward and in a backward; ``generators``: of its draws."""
 
     def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:
         super().__init__()
@@ -229,13 +224,15 @@ class RegionModule(nn.Module):
                 self.register_buffer(f"held_{number}", value, persistent=False)
 
     def forward(self, *inputs: Tensor) -> Sequence[Tensor | None]:
-        made = self.call.module(*inputs, *self.held)
-        given = [y if value.requires_grad else y.detach() for y, value in zip(made, self.call.outputs, strict=True)]
-        return (*(given[place] for place in self._places), *self._nothing)
+        results = self.call.module(*inputs, *self.held)
+        outputs = [
+            y if value.requires_grad else y.detach() for y, value in zip(results, self.call.outputs, strict=True)
+        ]
+        return (*(outputs[place] for place in self._places), *self._nothing)
 
-    def in_order(self, given: Sequence[Any]) -> list[Tensor]:
+    def in_order(self, outputs: Sequence[Any]) -> list[Tensor]:
         """Return the region's outputs, from those of the module."""
-        return [given[self._places.index(place)] for place in range(len(self._places))]
+        return [outputs[self._places.index(place)] for place in range(len(self._places))]
 
     def put_generators(self) -> None:
         """Set each generator to the first draw of the current microbatch."""
