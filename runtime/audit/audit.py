@@ -35,11 +35,11 @@ _DROPOUTS = {aten.dropout, aten.scaled_dot_product_attention, causal_attention}
 
 
 class AuditError(RunError):
-    """The engine's loss of a microbatch is not that of the user's module. The same on every rank."""
+    """Raised on every rank if the engine's loss of a microbatch differs from that of the user's module."""
 
 
 class AuditWarning(UserWarning):
-    """The same difference as a warning, with `audit.on_difference: warn`."""
+    """Warning of such a difference, with `audit.on_difference: warn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,12 @@ class Sample:
 
 
 class Audit:
-    """Owns the user's module on rank 0, which keeps it in host memory as long as the engine lives."""
+    """The audits of a run. Rank 0 keeps the user's module in host memory as long as the engine lives.
+
+    Every rank creates it before the model is released. Raises PlanError on every rank if the model cannot be audited.
+    """
 
     def __init__(self, plan: Plan, spec: Spec, groups: Groups) -> None:
-        """Called on every rank before the model is released. Raises PlanError on every rank if no audit can be made."""
         assert spec.audit.every is not None
         self._asked, self._groups, self._every = spec.audit, groups, spec.audit.every
         self._bytes = gathered_bytes(plan)
@@ -107,7 +109,7 @@ class Audit:
         return broadcast_json(self._groups, own, of_kind(tuple[float, float]))
 
     def judge(self, step_index: int, sample: Sample, loss: float, own: float, allowed: float) -> None:
-        """If the losses differ, raise AuditError on every rank or warn on rank 0, by ``audit.on_difference``."""
+        """Raise AuditError on every rank, or warn on rank 0 (``audit.on_difference``), if the losses differ."""
         if is_equal(loss, own, allowed):
             return
         size = len(next(iter(sample.rows.values())))
@@ -147,10 +149,10 @@ class Audit:
     def _of_rank_0(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._groups.host is None:
             return rows
-        found = {name: value.cpu().clone() for name, value in rows.items()}
-        for value in found.values():  # in the order of the batch, which was checked
+        copies = {name: value.cpu().clone() for name, value in rows.items()}
+        for value in copies.values():  # in the order of the batch, which was checked
             dist.broadcast(value.view(-1).view(torch.uint8), 0, group=self._groups.host)
-        return found
+        return copies
 
 
 def is_equal(loss: float, own: float, allowed: float) -> bool:

@@ -45,7 +45,7 @@ NOISE = 8.0  # allowed error of any gradient, in rounding errors of the model's 
 
 
 class OwnModule:
-    """Owns the user's module, which has its original values between audits.
+    """The user's module, which has its original values between audits.
 
     ``precision``: the lowest dtype in which its forwards have computed so far.
     """
@@ -76,7 +76,7 @@ class OwnModule:
             in_its_modes = installed(*self._modes)
             for context in (in_eager_mode(), caches_off(self._model), in_its_modes, generators_as_before()):
                 stack.enter_context(context)
-            seen = stack.enter_context(LowestPrecision())
+            lowest = stack.enter_context(LowestPrecision())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _not_there))
             stack.enter_context(NoDropout())
@@ -88,8 +88,8 @@ class OwnModule:
                 what = f"audit: your module failed in eager mode on the CPU: {type(error).__name__}: {error}"
                 fix = "make the model work on the CPU with one microbatch, or remove audit"
                 raise PlanError(what, where="audit", fix=fix) from error
-        if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
-            self.precision = seen.dtype
+        if torch.finfo(lowest.dtype).eps > torch.finfo(self.precision).eps:
+            self.precision = lowest.dtype
         return loss_of(output, self._wanted).item()
 
     def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,11 +97,11 @@ class OwnModule:
         for name, parameter in self._model.named_parameters():
             yield parameter, weights[name].view(parameter.shape)
 
-    def _buffers(self, given: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _buffers(self, values: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (buffer, a copy of its value), as a forward may write into buffers."""
         for name, buffer in self._model.named_buffers():
             if buffer.layout is torch.strided:
-                value = (given[name] if name in given else buffer_value(self._model, name)).detach().cpu()
+                value = (values[name] if name in values else buffer_value(self._model, name)).detach().cpu()
                 is_cast = self._dtype is not None and value.is_floating_point()
                 yield buffer, value.to(self._dtype if is_cast else value.dtype, copy=True)
 
@@ -179,16 +179,16 @@ class NoDropout(TorchFunctionMode):
     """Makes each dropout the identity, in attention too, while it is entered."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
+        named = dict(kwargs or {})
         if func in _DROPOUTS:
-            return args[0] if args else given["input"]
+            return args[0] if args else named["input"]
         place = _PLACES.get(func)
         if place is not None:
             if len(args) > place:
                 args = (*args[:place], 0.0, *args[place + 1 :])
-            elif "dropout_p" in given:
-                given["dropout_p"] = 0.0
-        return func(*args, **given)
+            elif "dropout_p" in named:
+                named["dropout_p"] = 0.0
+        return func(*args, **named)
 
 
 @dataclass(frozen=True, slots=True)

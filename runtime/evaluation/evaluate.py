@@ -35,13 +35,13 @@ NO_WORD, ALONE, TOO_LONG = (
 )
 
 
-def original_of(tokens: Tokens, given: int | None = None) -> tuple[int, str]:
+def original_of(tokens: Tokens, count: int | None = None) -> tuple[int, str]:
     """Return the number of original tokens, which normalizes perplexity, and its source in words.
 
-    ``given``: the option; default: the words of the text. Raises PlanError if the text has none.
+    ``count``: from the option; default: the words of the text. Raises PlanError if the text has none.
     """
-    if given is not None:
-        return given, "original tokens, from the option"
+    if count is not None:
+        return count, "original tokens, from the option"
     words = int(tokens.words.sum())
     if not words:
         fix = "give a text, or the number of its original tokens with --original-tokens"
@@ -104,7 +104,7 @@ def _scored(
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """``num_cut``: number of passages with a truncated beginning. ``left_out``: reason → number of documents."""
+    """The passages to score. ``num_cut``: those with a truncated beginning; ``left_out``: reason → its documents."""
 
     rows: list[Row]
     num_cut: int = 0
@@ -123,12 +123,12 @@ def passages_of(tokens: Tokens, span: int) -> Passages:
     num_cut, left_out = 0, Counter[str]()
     start = 0
     for end in tokens.ends.tolist():
-        made = _row(tokens, start, _stop(tokens, start, end), span)
-        if isinstance(made, str):
-            left_out[made] += 1
+        passage = _row(tokens, start, _stop(tokens, start, end), span)
+        if isinstance(passage, str):
+            left_out[passage] += 1
         else:
-            rows.append(made[0])
-            num_cut += made[1]
+            rows.append(passage[0])
+            num_cut += passage[1]
         start = end
     if not rows:
         why = "; ".join(f"{number:,} documents: {reason}" for reason, number in left_out.items()) or "no document"
@@ -163,7 +163,8 @@ def _row(tokens: Tokens, start: int, stop: int, span: int) -> tuple[Row, bool] |
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """``log_probability``: sum over the ``num_scored`` tokens, in nats; ``num_ignored``: tokens that the loss ignores.
+    """The perplexity of a text. ``log_probability``: sum over the ``num_scored`` tokens, in nats; ``num_ignored``:
+    tokens that the loss ignores.
 
     ``num_original``: the divisor, tokens of the original text; ``counted``: how they were counted.
     """
@@ -187,8 +188,8 @@ class Perplexity:
         return _exp(-self.log_probability / max(1, self.num_scored))
 
     def to_dict(self) -> dict[str, Any]:
-        found = {"perplexity": self.perplexity, "perplexity_of_tokens": self.of_tokens}
-        return {k: v if math.isfinite(v) else None for k, v in found.items()} | asdict(self)
+        figures = {"perplexity": self.perplexity, "perplexity_of_tokens": self.of_tokens}
+        return {k: v if math.isfinite(v) else None for k, v in figures.items()} | asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
         ignored = f", beside {self.num_ignored:,} that the loss ignores" if self.num_ignored else ""
@@ -204,7 +205,8 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Cloze:
-    """``num_cut``: passages with a truncated beginning. ``left_out``: reason → number of documents."""
+    """The cloze accuracy of a text. ``num_cut``: passages with a truncated beginning; ``left_out``: reason → number of
+    documents."""
 
     num_right: int
     num_passages: int
@@ -220,12 +222,12 @@ class Cloze:
         return {"accuracy": self.accuracy, **asdict(self), "left_out": dict(self.left_out)}
 
     def rows(self) -> list[tuple[str, str]]:
-        found = [
+        figures = [
             ("accuracy", f"{100 * self.accuracy:.2f} %"),
             ("passages", f"{self.num_passages:,}; the last word of {self.num_right:,} is right"),
             ("cut to a window", f"{self.num_cut:,}, to their last {self.length} tokens"),
         ]
-        return [*found, *(("left out", f"{number:,}: {reason}") for reason, number in self.left_out.items())]
+        return [*figures, *(("left out", f"{number:,}: {reason}") for reason, number in self.left_out.items())]
 
 
 def _exp(x: float) -> float:

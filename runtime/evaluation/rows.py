@@ -125,8 +125,8 @@ class RowBatches:
         samples = []
         for ids in (*(row.ids for row in rows), *[nothing] * (self.size - len(rows))):
             whole = np.append(ids, np.full(self.length + 1 - len(ids), PADDING))
-            held = padded(ids, self.length, PADDING)["attention_mask"]
-            samples.append(padded(whole, self.length, PADDING) | {"attention_mask": held})
+            mask = padded(ids, self.length, PADDING)["attention_mask"]
+            samples.append(padded(whole, self.length, PADDING) | {"attention_mask": mask})
         return stacked(samples, self.roles, self._inputs)
 
     def scores_of(self, rows: Sequence[Row], scores: Scores) -> list[tuple[Tensor, Tensor]]:

@@ -92,8 +92,8 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(ABC):
-    """The options of either command, the same on every rank, except those in ``own``. ``planned``: the file of the
+class Task(ABC):
+    """The options of one of the two commands, equal on all ranks, except those in ``own``. ``planned``: the file of the
     launcher's plan (``runtime.shared_plan``)."""
 
     own: ClassVar[tuple[str, ...]] = ("weights", "spec", "tokenizer")
@@ -111,17 +111,17 @@ class Asked(ABC):
         """Read the text, or the tokenizer of prompts. ``is_whole``: check all bytes. Raises PlanError for bad input."""
 
     @abstractmethod
-    def fitted(self, spec: Spec, decided: Plan, given: Any) -> Any:
-        """Return ``needed`` of ``run``, by plan and ``given``, the result of ``read``. Raises PlanError if unfit."""
+    def fitted(self, spec: Spec, decided: Plan, source: Any) -> Any:
+        """Return ``work`` for ``run``. ``source``: the result of ``read``. Raises PlanError if it does not fit."""
 
     @abstractmethod
-    def run(self, engine: Engine, given: Any, needed: Any, *, leads: bool) -> Any:
+    def run(self, engine: Engine, source: Any, work: Any, *, leads: bool) -> Any:
         """Return the result of this rank. ``leads``: this rank prints."""
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation(Asked):
-    own: ClassVar[tuple[str, ...]] = (*Asked.own, "data")
+class Evaluation(Task):
+    own: ClassVar[tuple[str, ...]] = (*Task.own, "data")
     data: str
     is_cloze: bool = False
     stride: int | None = None
@@ -136,25 +136,25 @@ class Evaluation(Asked):
             check_content(Path(self.data))  # the evaluation reads the whole file anyway
         return tokens
 
-    def fitted(self, spec: Spec, decided: Plan, given: Tokens) -> int:
+    def fitted(self, spec: Spec, decided: Plan, source: Tokens) -> int:
         """Return the number of sequences to score."""
         decisions, _ = decided.to_run()
         batches = RowBatches(spec, decisions.scored)
         with spec.locating():
-            check_vocabulary(given, spec.require_inputs(), batches.roles, decisions.id_ranges)
+            check_vocabulary(source, spec.require_inputs(), batches.roles, decisions.id_ranges)
         if self.is_cloze:
-            return len(passages_of(given, batches.span).rows)
-        original_of(given, self.original_tokens)
-        return len(windows_of(given, batches.span, self.stride))
+            return len(passages_of(source, batches.span).rows)
+        original_of(source, self.original_tokens)
+        return len(windows_of(source, batches.span, self.stride))
 
-    def run(self, engine: Engine, given: Tokens, needed: int, *, leads: bool) -> Perplexity | Cloze:
-        require_same("the data (by content)", given.identity, engine.groups)
+    def run(self, engine: Engine, source: Tokens, work: int, *, leads: bool) -> Perplexity | Cloze:
+        require_same("the data (by content)", source.identity, engine.groups)
         self.weights.into(engine, leads=leads)
-        with bar("scoring", needed, enabled=leads) as progress:
+        with bar("scoring", work, enabled=leads) as progress:
             if self.is_cloze:
-                return cloze(engine, given, progress=progress)
+                return cloze(engine, source, progress=progress)
             options = {"stride": self.stride, "original_tokens": self.original_tokens}
-            return perplexity(engine, given, **options, progress=progress)
+            return perplexity(engine, source, **options, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ class Continued:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation(Asked):
-    """``max_new_tokens``: None for as many as fit, up to 64. ``cache``: as in ``Engine.generate``."""
+class Generation(Task):
+    """Prompts to continue. ``max_new_tokens``: None: as many as fit, up to 64; ``cache``: as in ``Engine.generate``."""
 
     prompts: tuple[str, ...]
     choice: Choice
@@ -184,69 +184,69 @@ class Generation(Asked):
         fitted(self.prompts, codec, spec, self.max_new_tokens)
         return codec
 
-    def fitted(self, spec: Spec, decided: Plan, given: Encoder) -> tuple[list[list[int]], int]:
+    def fitted(self, spec: Spec, decided: Plan, source: Encoder) -> tuple[list[list[int]], int]:
         """Return the tokens of each prompt, and the number of new tokens for each."""
-        return tokens_of(self.prompts, given, spec, decided, self.max_new_tokens)
+        return tokens_of(self.prompts, source, spec, decided, self.max_new_tokens)
 
     def run(
-        self, engine: Engine, given: Encoder, needed: tuple[list[list[int]], int], *, leads: bool
+        self, engine: Engine, source: Encoder, work: tuple[list[list[int]], int], *, leads: bool
     ) -> list[Continued]:
         self.weights.into(engine, leads=leads)
-        made = engine.generate(*needed, stop=given.ends, cache=self.cache, **asdict(self.choice))
-        if leads and made.uncached_because:
-            why = made.uncached_because.replace("\n", "\n  at:  ")
+        result = engine.generate(*work, stop=source.ends, cache=self.cache, **asdict(self.choice))
+        if leads and result.uncached_because:
+            why = result.uncached_because.replace("\n", "\n  at:  ")
             print(f"note: no cache of keys and values: each token runs the whole forward: {why}", file=sys.stderr)
-        each = zip(self.prompts, made.tokens, made.is_stopped, strict=True)
-        return [Continued(prompt, given.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]
+        each = zip(self.prompts, result.tokens, result.is_stopped, strict=True)
+        return [Continued(prompt, source.text(t.tolist()), tuple(t.tolist()), done) for prompt, t, done in each]
 
 
-def evaluate(asked: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
+def evaluate(task: Evaluation, num_ranks: int | None = None) -> Perplexity | Cloze | None:
     """Return the result of the evaluation on rank 0, None on others. ``num_ranks``: local processes to start, by
     default the mesh's size.
 
     Raises PlanError for bad input, RankError when a rank fails.
     """
-    return _on_all_ranks(asked, num_ranks)
+    return _on_all_ranks(task, num_ranks)
 
 
-def generate(asked: Generation, num_ranks: int | None = None) -> list[Continued] | None:
+def generate(task: Generation, num_ranks: int | None = None) -> list[Continued] | None:
     """Return the continued prompts on rank 0, None on others. Arguments and errors as for ``evaluate``."""
-    return _on_all_ranks(asked, num_ranks)
+    return _on_all_ranks(task, num_ranks)
 
 
-def _on_all_ranks(asked: Asked, num_ranks: int | None) -> Any:
+def _on_all_ranks(task: Task, num_ranks: int | None) -> Any:
     """Check all input before any process starts, run the ranks, and return the result of rank 0."""
     if "RANK" in os.environ or launched(os.environ).world_size > 1:
-        require_same_options(asked, own=asked.own)
-        require_same_options(asked.weights, own=("reference",), places=("load",))
-        return run_rank(asked)
-    spec = asked.read_spec()
+        require_same_options(task, own=task.own)
+        require_same_options(task.weights, own=("reference",), places=("load",))
+        return run_rank(task)
+    spec = task.read_spec()
     check_machine(spec)
-    asked.weights.check_load()
-    given = asked.read(spec, is_whole=True)
-    made = planned(asked.weights.model(spec.seed), spec)
-    asked.weights.check(made.plan)
-    asked.fitted(spec, made.plan, given)
-    world_size = num_ranks_of(made.plan, spec, num_ranks)
+    task.weights.check_load()
+    source = task.read(spec, is_whole=True)
+    own = planned(task.weights.model(spec.seed), spec)
+    task.weights.check(own.plan)
+    task.fitted(spec, own.plan, source)
+    world_size = num_ranks_of(own.plan, spec, num_ranks)
     if world_size == 1:
-        return run_rank(asked, made)
-    with shared(made.plan) as file:
-        del made  # and its model: each rank builds its own
-        return launch(run_rank, world_size, replace(asked, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
+        return run_rank(task, own)
+    with shared(own.plan) as file:
+        del own  # and its model: each rank builds its own
+        return launch(run_rank, world_size, replace(task, planned=file), timeout_seconds=TIMEOUT_SECONDS)[0]
 
 
-def run_rank(asked: Asked, made: Planned | None = None) -> Any:
-    """Run one rank; rank 0 returns the result. ``made``: the plan, if this process has made it."""
+def run_rank(task: Task, own: Planned | None = None) -> Any:
+    """Run one rank; rank 0 returns the result. ``own``: the plan, if this process made it."""
     leads = not launched(os.environ).rank
     with told_to_all():
-        spec = asked.read_spec()
-        asked.weights.check_load()
-        given = asked.read(spec)
-        made = made or planned(asked.weights.model(spec.seed), spec, asked.planned)
-        made.model = None
-        needed = asked.fitted(spec, made.plan, given)
-        engine = Engine(made.plan, mode="evaluate")
+        spec = task.read_spec()
+        task.weights.check_load()
+        source = task.read(spec)
+        own = own or planned(task.weights.model(spec.seed), spec, task.planned)
+        own.model = None
+        work = task.fitted(spec, own.plan, source)
+        engine = Engine(own.plan, mode="evaluate")
     with engine:
-        made.forget_file()
-        result = asked.run(engine, given, needed, leads=leads)
+        own.forget_file()
+        result = task.run(engine, source, work, leads=leads)
     return result if leads else None

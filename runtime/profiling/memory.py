@@ -78,28 +78,27 @@ def compare_memory(
     """
     spec = Spec.load(spec_path)
     check_machine(spec)
-    made = planned(load_to_plan(model_ref, spec.seed), spec)
-    rows = made.plan.evaluation_memory() if evaluates else made.plan.memory
+    own = planned(load_to_plan(model_ref, spec.seed), spec)
+    rows = own.plan.evaluation_memory() if evaluates else own.plan.memory
     peaks = ", ".join(f"pp rank {row.pp_rank} {row.peak}" for row in rows)
-    world_size, given = made.plan.mesh.world_size, (model_ref, spec_path, evaluates)
+    world_size, arguments = own.plan.mesh.world_size, (model_ref, spec_path, evaluates)
     if world_size == 1:
-        found = [memory_of_rank(*given, made=made)]
+        of_ranks = [memory_of_rank(*arguments, own=own)]
     else:
-        with shared(made.plan) as file:
-            del made  # and its model: each rank builds its own
-            found = launch(memory_of_rank, world_size, *given, file, timeout_seconds=timeout_seconds)
-    compared = tuple(row for rank in found for row in rank.rows)
-    return MemoryReport(compared, (f"peak: {peaks}",), tuple(action for rank in found for action in rank.actions))
+        with shared(own.plan) as file:
+            del own  # and its model: each rank builds its own
+            of_ranks = launch(memory_of_rank, world_size, *arguments, file, timeout_seconds=timeout_seconds)
+    compared = tuple(row for rank in of_ranks for row in rank.rows)
+    return MemoryReport(compared, (f"peak: {peaks}",), tuple(action for rank in of_ranks for action in rank.actions))
 
 
 def memory_of_rank(
-    model_ref: str, spec_path: str, evaluates: bool = False, file: str | None = None, made: Planned | None = None
+    model_ref: str, spec_path: str, evaluates: bool = False, file: str | None = None, own: Planned | None = None
 ) -> OfRank:
-    """Measure on this rank, on its device. ``file``: of the launcher's plan; ``made``: the plan, if this process has
-    made it."""
+    """Measure on this rank's device. ``own``: the plan, if this process made it; ``file``: the launcher's plan."""
     spec = Spec.load(spec_path)
-    made = made or planned(load_to_plan(model_ref, spec.seed), spec, file)
-    made.model, decided, weights = None, made.plan, pretrained_directory(model_ref)
+    own = own or planned(load_to_plan(model_ref, spec.seed), spec, file)
+    own.model, decided, weights = None, own.plan, pretrained_directory(model_ref)
     if evaluates:
         return OfRank(measured_evaluation(decided, random_batch(spec, decided, 0), weights), [])
     return measured(decided, [random_batch(spec, decided, seed) for seed in range(2)], weights)
@@ -143,11 +142,11 @@ def measured(decided: Plan, batches: Sequence[dict[str, Tensor]], weights: Path 
 def held_tensors(engine: Engine) -> list[Tensor]:
     """Return the tensors that exist beyond a step: weights, gradient buffers, the model's buffers and constants."""
     modules = [stage.module for stage in engine.program.stages]
-    found = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for buffer in engine.optimizer.buffers.buffers:
-        found += [*buffer.kept_parameters, *buffer.kept_gradients]
-        found += [tensor for bucket in buffer.buckets for tensor in (bucket.parameters, bucket.gradients)]
-    return found
+        tensors += [*buffer.kept_parameters, *buffer.kept_gradients]
+        tensors += [tensor for bucket in buffer.buckets for tensor in (bucket.parameters, bucket.gradients)]
+    return tensors
 
 
 def registered_bytes(engine: Engine) -> int:
@@ -198,9 +197,9 @@ def held_bytes(engine: Engine) -> int:
     # full weights are freed between calls if ranks keep shards of them
     gathered = {id(p) for b in buffers for s in b.slots.values() for p in s.parameters}
     modules = [stage.module for stage in engine.program.stages]
-    found = [t for m in modules for t in (*m.parameters(), *m.buffers()) if id(t) not in gathered]
-    found += [t for buffer in buffers for t in buffer.kept_parameters]
-    return sum(_sizes(found).values()) + sum(state.values()) - state["parameters"]
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers()) if id(t) not in gathered]
+    tensors += [t for buffer in buffers for t in buffer.kept_parameters]
+    return sum(_sizes(tensors).values()) + sum(state.values()) - state["parameters"]
 
 
 def _live(engine: Engine, executor: Executor, batch: dict[str, Tensor], *, scores: bool = False) -> int:
@@ -225,10 +224,12 @@ class Moment:
 
 
 class MemoryWatch:
-    """Owns the ``moments`` of a step, one for each action."""
+    """Measures live and saved memory at each action of a step, in ``moments``.
+
+    ``outside``: tensors that are not counted, in addition to the microbatches.
+    """
 
     def __init__(self, executor: Executor, outside: Iterable[Tensor]) -> None:
-        """``outside``: tensors that are not counted, beside the microbatches."""
         self.executor = executor
         self.moments: list[Moment] = []
         self._outside = {t.untyped_storage()._cdata: t for t in outside}  # kept alive, so that no address is reused

@@ -60,11 +60,11 @@ class Window:
             raise _error(f"--profile {text} ends at step {end}, but the run has {num_steps} steps")
         return cls(first, last, text)
 
-    def steps(self, made: int) -> range:
-        """Return the numbers of the steps in a run that resumes after ``made`` steps."""
+    def steps(self, num_done: int) -> range:
+        """Return the numbers of the steps in a run that resumes after ``num_done`` steps."""
         if self.first is None:
-            return range(made + 2, made + 2 + self.last)
-        return range(max(self.first, made + 1), self.last + 1)
+            return range(num_done + 2, num_done + 2 + self.last)
+        return range(max(self.first, num_done + 1), self.last + 1)
 
 
 def _error(what: str) -> PlanError:
@@ -73,14 +73,13 @@ def _error(what: str) -> PlanError:
 
 
 class Profile:
-    """Records the steps of ``window`` into the file ``path``. Owns the recorder and the planned times.
+    """Records the steps of ``window`` into the file ``path``. ``leads``: this is rank 0.
 
-    ``before_step`` and ``after_step`` are called on every rank around each step, with its number from 1; ``finish``
-    once after the last step.
+    Every rank creates it before the engine of ``plan``, calls ``before_step`` and ``after_step`` around each step, with
+    its number from 1, and ``finish`` after the last step.
     """
 
     def __init__(self, window: Window, path: str, plan: Plan, cluster: str | None, *, leads: bool) -> None:
-        """Called before the engine of ``plan`` is made. ``leads``: this is rank 0."""
         self.window, self.path = window, path
         self._planned = planned_run(plan, cluster) if leads else None
         self._recorder: Recorder | None = None
@@ -134,7 +133,7 @@ def profile_of(records: list[tuple[list[Span], Offset]], planned: PlannedRun, me
 
 
 class Recorder:
-    """Records the activities of one rank. Owns their marks, and the waits of the recorded runs."""
+    """Records the activities of one rank, and its waits for messages."""
 
     def __init__(self, activity: Activity, waits: Waits, device: torch.device) -> None:
         self.activity, self.waits, self.device = activity, waits, device
@@ -150,7 +149,7 @@ class Recorder:
         self.activity.listener = self._hear
 
     def end(self) -> list[Span]:
-        """Stop, and return the activities of the rank, by its host's clock (``time.perf_counter``)."""
+        """Stop recording; return the activities of the rank, by its host's clock (``time.perf_counter``)."""
         self.activity.listener = None
         self._await_device()
         changes = [(now, self._seconds(mark)) for now, mark in self._changes]
@@ -173,7 +172,7 @@ class Recorder:
 
 
 class Offset(NamedTuple):
-    """``seconds`` to add to this rank's clock to get rank 0's, within ``error``."""
+    """The ``seconds`` to add to this rank's clock to get rank 0's, within ``error``."""
 
     seconds: float
     error: float
@@ -191,8 +190,8 @@ def offset_to_rank_0(groups: Groups) -> Offset:
             _answer(groups, rank)
         elif groups.rank == rank:
             own = _ask(groups)
-    found = all_gather_json(groups, own, of_kind(Offset))
-    return found[hosts.index(hosts[groups.rank])]
+    offsets = all_gather_json(groups, own, of_kind(Offset))
+    return offsets[hosts.index(hosts[groups.rank])]
 
 
 def _answer(groups: Groups, rank: int) -> None:
@@ -204,11 +203,11 @@ def _answer(groups: Groups, rank: int) -> None:
 
 
 def _ask(groups: Groups) -> Offset:
-    word, found = torch.zeros(1, dtype=torch.float64), list[Offset]()
+    word, offsets = torch.zeros(1, dtype=torch.float64), list[Offset]()
     for _ in range(ROUNDS):
         before = time.perf_counter()
         dist.send(word, 0, group=groups.host)
         dist.recv(word, 0, group=groups.host)
         after = time.perf_counter()
-        found.append(Offset(word.item() - (before + after) / 2, (after - before) / 2))
-    return min(found, key=lambda offset: offset.error)
+        offsets.append(Offset(word.item() - (before + after) / 2, (after - before) / 2))
+    return min(offsets, key=lambda offset: offset.error)

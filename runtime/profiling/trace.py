@@ -39,9 +39,9 @@ Event = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """``kind``: step, action, wait, phase (of a step) or call. ``step``: its number, from 1; 0 outside of steps.
-
-    ``stage`` and ``action``: of an action. ``message``: of a wait. Times are seconds of the rank's own clock.
+    """A measured interval of a rank, in seconds of its own clock. ``kind``: step, action, wait, phase (of a step) or
+    call. ``step``: its number, from 1; 0 outside of steps. ``stage`` and ``action``: of an action; ``message``: of a
+    wait.
     """
 
     name: str
@@ -176,7 +176,7 @@ def _arrow(phase: str, number: int, rank: int, seconds: float) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """(action, start, end) of the actions of each pp rank. ``has_seconds``: times are seconds by the plan's cost; else
+    """The planned (action, start, end) of each pp rank. ``has_seconds``: times are seconds by the plan's cost; else
     units, in which a forward takes 1 and a backward 2."""
 
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
