@@ -205,7 +205,7 @@ def _check_keywords(known: Mapping[str, Any]) -> None:
 
 
 class RegionModule(nn.Module):
-    """A region as a module. ``counted``: its collectives in a forward and in a backward; ``generators``: of its draws."""
+    """A region as a module. ``counted``: collectives in a forward and in a backward; ``generators``: of its draws."""
 
     def __init__(self, call: RegionCall, held: Sequence[Any], num_outputs: int) -> None:
         super().__init__()

@@ -28,7 +28,8 @@ class Failure:
 
 @dataclass
 class Campaign:
-    """Owns the counts and failures so far. ``seed``: of the first model; the next adds 1. ``folder``: for files.
+    """A series of cases, with its counts and failures. ``seed``: of the first model; the next adds 1. ``folder``: for
+    files.
 
     ``say``: called with each finished case and each failure. ``model_of``: seed → model. ``num_specs``: cases per
     model.
@@ -76,9 +77,9 @@ class Campaign:
         file, place = self.folder / f"fuzz-{name}.json", len(self.failures)
         case.save(file)
         self.failures.append(Failure(name, case, outcome, file))
-        for smaller, found in shrunk(case, outcome, self.outcome_of, self.most_ranks):
+        for smaller, its_outcome in shrunk(case, outcome, self.outcome_of, self.most_ranks):
             smaller.save(file)
-            self.failures[place] = Failure(name, smaller, found, file)
+            self.failures[place] = Failure(name, smaller, its_outcome, file)
             self.say(f"  smaller: {smaller}")
 
     def outcome_of(self, case: Case) -> Outcome:
@@ -93,8 +94,8 @@ class Campaign:
     def rows(self) -> list[Row]:
         """Return the summary: the number of cases of each outcome and reason, failures first."""
         order = (Verdict.CRASHED, Verdict.DIFFERS, Verdict.EQUAL, Verdict.REFUSED)
-        found = sorted(self.counts.items(), key=lambda item: (order.index(item[0][0]), -item[1], item[0][1]))
-        return [(str(count), verdict.value, reason) for (verdict, reason), count in found]
+        ordered = sorted(self.counts.items(), key=lambda item: (order.index(item[0][0]), -item[1], item[0][1]))
+        return [(str(count), verdict.value, reason) for (verdict, reason), count in ordered]
 
 
 def told(failure: Failure, command: str) -> str:
@@ -111,7 +112,7 @@ def processor_seconds() -> float:
 
 @dataclass
 class Progress:
-    """Progress towards ``num_cases`` cases or ``seconds`` seconds (None: no limit). Owns the time of its begin."""
+    """Progress towards ``num_cases`` cases or ``seconds`` seconds (None: no limit), from its creation on."""
 
     num_cases: int | None
     seconds: float | None
@@ -146,19 +147,19 @@ def shrunk(
     case: Case, outcome: Outcome, run: Callable[[Case], Outcome], most_ranks: int
 ) -> Iterator[tuple[Case, Outcome]]:
     """Yield ever simpler cases that fail in the same way, within ``MOST_RUNS`` runs."""
-    seen, runs = {str(case)}, 0
+    tried, runs = {str(case)}, 0
     is_smaller = True
     while is_smaller:
         is_smaller = False
         for simpler in case.simpler(most_ranks):
-            if str(simpler) in seen:
+            if str(simpler) in tried:
                 continue
             if runs == MOST_RUNS:
                 return
-            seen.add(str(simpler))
+            tried.add(str(simpler))
             runs += 1
-            found = run(simpler)
-            if found.is_like(outcome):
-                case, outcome, is_smaller = simpler, found, True
+            its_outcome = run(simpler)
+            if its_outcome.is_like(outcome):
+                case, outcome, is_smaller = simpler, its_outcome, True
                 yield case, outcome
                 break

@@ -61,7 +61,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``spec``: an option for each field of ``specs.FIELDS``."""
+    """A model, and a spec as an option for each field of ``specs.FIELDS``."""
 
     model: Model
     spec: Choices
@@ -152,7 +152,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """``reference``: MODEL of the command line. ``base``: the spec's values except ``auto``."""
+    """The user's model: ``reference`` is MODEL of the command line, ``base`` the spec's values except ``auto``."""
 
     reference: str
     base: dict[str, Any]
@@ -161,7 +161,7 @@ class OwnModel:
 
     @classmethod
     def read(cls, reference: str, spec: Path, most_ranks: int) -> OwnModel:
-        """Raises PlanError for a wrong spec, one that leaves nothing to draw, or a model that cannot be captured."""
+        """Load model and spec. Raises PlanError for a wrong spec, for nothing left to draw, or a failed capture."""
         checked = Spec.load(spec, {"mesh": AUTO})
         checked.require_inputs()
         values, _ = read_yaml(spec)
@@ -227,7 +227,7 @@ def _without_auto(values: Any) -> dict[str, Any]:
 
 
 def _at(values: dict[str, Any], name: str) -> Any:
-    found: Any = values
+    value: Any = values
     for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -55,7 +55,7 @@ class Child:
             return None
 
     def end(self) -> int | None:
-        """Kill the child if it still runs, reap it, and return its exit code."""
+        """End the child, by force if it still runs, and return its exit code."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
@@ -90,18 +90,18 @@ def in_forks(
     """Run all calls at once, each in its own fork, and return the results. Raises the first error."""
     deadline = time.monotonic() + timeout_seconds
     children: list[Child] = []
-    found: list[tuple[Any, BaseException | None] | None] = []
+    messages: list[tuple[Any, BaseException | None] | None] = []
     late = None
     try:
         for function, args in calls:
             children.append(Child(function, *args))
         for child in children:
-            found.append(child.message(deadline))
+            messages.append(child.message(deadline))
     except TimeoutError:
         late = ForkError(f"not finished in {timeout_seconds:g} s")
     finally:
         statuses = [child.end() for child in children]
-    ended = [f or (None, _no_result(status)) for f, status in zip(found, statuses, strict=False)]
+    ended = [f or (None, _no_result(status)) for f, status in zip(messages, statuses, strict=False)]
     errors = [error for _, error in ended if error is not None]
     # the error of a rank comes before those of ranks that lose their connection to it
     errors.sort(key=lambda error: "Connection closed by peer" in str(error) or "ended without" in str(error))
@@ -219,7 +219,7 @@ def _rank(
 
 
 def prepare() -> None:
-    """Prepare this process for forks; called before the first fork, and before any export."""
+    """Prepare this process for forks; must run before the first fork, and before any export."""
     torch.set_num_threads(1)
     # Autograd counts its devices once. Before any export there are none, so that it starts no threads.
     torch.ones(1, requires_grad=True).sum().backward()

@@ -44,7 +44,7 @@ SMALLEST_SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LastStep:
     """The engine's last step, and its parameters, as full tensors. ``precision``: the lowest dtype of the computation.
 
     ``mean``: the expected running mean of the weights; empty without one.
@@ -58,11 +58,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class OfRank:
-    """The results of one rank. ``rows`` and ``made``: only on rank 0."""
+    """The results of one rank. ``rows`` and ``last``: only on rank 0."""
 
     rows: list[Row]
     memory: list[Compared]
-    made: Made | None
+    last: LastStep | None
 
 
 class Kept(Beside):
@@ -71,21 +71,21 @@ class Kept(Beside):
     last: EngineStep
     parameters: Mapping[str, Tensor]
 
-    def step(self, batch: Mapping[str, Tensor], made: EngineStep) -> None:
-        super().step(batch, made)
-        self.last = replace(made, gradients={name: value.clone() for name, value in made.gradients.items()})
+    def step(self, batch: Mapping[str, Tensor], engine: EngineStep) -> None:
+        super().step(batch, engine)
+        self.last = replace(engine, gradients={name: value.clone() for name, value in engine.gradients.items()})
 
-    def compare_parameters(self, found: Mapping[str, Tensor]) -> None:
-        super().compare_parameters(found)
-        self.parameters = found
+    def compare_parameters(self, actual: Mapping[str, Tensor]) -> None:
+        super().compare_parameters(actual)
+        self.parameters = actual
 
     def _allowed(self, num_updates: int) -> Tolerance:
         return _loosened(super()._allowed(num_updates))
 
 
 class Look:
-    """Called before each step and after the last. Owns the expected running mean of the weights. ``directory``: for a
-    save before the last step."""
+    """Follows the running mean of the weights: call it before each step and after the last. ``directory``: for a save
+    before the last step."""
 
     def __init__(self, spec: Spec, directory: Path | None) -> None:
         self._decay, self._directory, self._place = spec.optimizer.ema, directory, 0
@@ -100,7 +100,7 @@ class Look:
         self._follow(engine.gather_parameters())
         if engine.step_index == NUM_STEPS:
             with engine.averaged_weights():
-                self.rows = [_row_of_mean(name, found, self.mean[name]) for name, found in _floats(engine)]
+                self.rows = [_row_of_mean(name, actual, self.mean[name]) for name, actual in _floats(engine)]
 
     def _follow(self, parameters: Mapping[str, Tensor]) -> None:
         share = 1.0 - (self._decay or 0.0)
@@ -113,9 +113,9 @@ def _floats(engine: Engine) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in engine.gather_parameters().items() if t.dtype in (torch.float32, torch.float64)]
 
 
-def _row_of_mean(name: str, found: Tensor, mean: Tensor, more: float = 0.0) -> Row:
-    allowed = more + 8 * torch.finfo(found.dtype).eps * (1.0 + mean.abs().max().item())
-    return Row("mean", name, (found.double() - mean).abs().max().item(), allowed, NUM_STEPS)
+def _row_of_mean(name: str, actual: Tensor, mean: Tensor, more: float = 0.0) -> Row:
+    allowed = more + 8 * torch.finfo(actual.dtype).eps * (1.0 + mean.abs().max().item())
+    return Row("mean", name, (actual.double() - mean).abs().max().item(), allowed, NUM_STEPS)
 
 
 def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None, is_local: bool) -> OfRank:
@@ -131,11 +131,12 @@ def on_rank(decided: Plan, model: nn.Module, spec: Spec, directory: Path | None,
     beside = verify.run_beside(decided, batches, make, look=look, is_local=is_local)
     if not isinstance(beside, Kept):
         return OfRank([], memory, None)
-    return OfRank([*beside.rows, *look.rows], memory, Made(beside.last, beside.parameters, look.mean, beside.precision))
+    last = LastStep(beside.last, beside.parameters, look.mean, beside.precision)
+    return OfRank([*beside.rows, *look.rows], memory, last)
 
 
-def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
-    """Repeat the last step on this rank of another layout, from the save, and compare on rank 0."""
+def go_on(decided: Plan, spec: Spec, directory: Path, last: LastStep) -> list[Row]:
+    """Return the comparison of the last step with its repetition on another layout, from the save; [] beside rank 0."""
     batch = _batches(spec, decided)[-1]
     with Engine(decided) as engine:
         engine.load(directory)
@@ -143,19 +144,19 @@ def go_on(decided: Plan, spec: Spec, directory: Path, made: Made) -> list[Row]:
         gradients = engine.gather_gradients()
         norm = engine.optimizer_step().grad_norm
         parameters, means = engine.gather_parameters(), list[tuple[str, Tensor]]()
-        if made.mean:
+        if last.mean:
             with engine.averaged_weights():
                 means = _floats(engine)
         if engine.groups.rank:
             return []
-    allowed = _loosened(Tolerance.of(made.precision, spec.optimizer.lr, num_updates=NUM_STEPS))
-    truth = made.step.loss
+    allowed = _loosened(Tolerance.of(last.precision, spec.optimizer.lr, num_updates=NUM_STEPS))
+    truth = last.step.loss
     rows = [compare_value("loss", loss, truth, allowed.of_loss(truth), NUM_STEPS)]
-    rows += compare_gradients(gradients, made.step.gradients, allowed, NUM_STEPS)
-    rows += [compare_value("norm", norm, made.step.norm, allowed.gradient, NUM_STEPS)]
-    noise = noise_of_updates(gradients, made.step.gradients, spec.optimizer, norm)
-    rows += [_row_of_mean(name, found, made.mean[name], allowed.parameter) for name, found in means]
-    return rows + compare_parameters(parameters, made.parameters, allowed, (), noise, step=NUM_STEPS)
+    rows += compare_gradients(gradients, last.step.gradients, allowed, NUM_STEPS)
+    rows += [compare_value("norm", norm, last.step.norm, allowed.gradient, NUM_STEPS)]
+    noise = noise_of_updates(gradients, last.step.gradients, spec.optimizer, norm)
+    rows += [_row_of_mean(name, actual, last.mean[name], allowed.parameter) for name, actual in means]
+    return rows + compare_parameters(parameters, last.parameters, allowed, (), noise, step=NUM_STEPS)
 
 
 def _batches(spec: Spec, decided: Plan) -> list[dict[str, Tensor]]:

@@ -50,7 +50,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``words``: the reason of a refusal, the first wrong tensor, or the error. ``check``: which one differs."""
+    """The outcome of a case. ``words``: the reason of a refusal, the first wrong tensor, or the error; ``check``: the
+    comparison that differs."""
 
     verdict: Verdict
     words: str = ""
@@ -127,18 +128,18 @@ def _compared(case: Case, captures: Captures, host: StoreHost, folder: Path) -> 
     if loaded != decided or loaded.hash() != decided.hash():
         return Outcome(Verdict.DIFFERS, "the plan differs after saving and loading", "plan file")
     other, saves = _other_layout(case, captures), folder / "saves"
-    found: list[OfRank] = host.run_ranks(
+    of_ranks: list[OfRank] = host.run_ranks(
         case.world_size, on_rank, decided, model, spec, None if other is None else saves, case.is_local
     )
-    outcome = _judged(found[0].rows, "values", "")
-    exceeding = [row for rank in found for row in rank.memory if exceeds(row)]
+    outcome = _judged(of_ranks[0].rows, "values", "")
+    exceeding = [row for rank in of_ranks for row in rank.memory if exceeds(row)]
     if not outcome.verdict.is_failure and exceeding:
         row = exceeding[0]
         words = f"rank {row.rank} holds {row.measured} bytes of {row.category}, the plan has {row.predicted}"
         outcome = Outcome(Verdict.DIFFERS, words, "memory")
     if outcome.verdict.is_failure or other is None:
         return outcome
-    rows = host.run_ranks(other[0].mesh.world_size, go_on, *other, saves, found[0].made)[0]
+    rows = host.run_ranks(other[0].mesh.world_size, go_on, *other, saves, of_ranks[0].last)[0]
     return _judged(rows, "continued", "continued on another layout: ")
 
 
@@ -179,7 +180,7 @@ def _is_key(where: str) -> bool:
 
 
 class Captures:
-    """Owns a capture for each combination of values of ``specs.OF_CAPTURES``, with its model."""
+    """The captures of a model, one for each combination of values of ``specs.OF_CAPTURES``."""
 
     def __init__(self) -> None:
         self._captures: dict[tuple[Any, ...], Captured | PlanError] = {}

@@ -62,13 +62,13 @@ class Row:
         return f"{f'{self.kind} {self.name}'.strip()} {missing} (allowed {self.allowed:.1e}{step})"
 
 
-def compare_value(kind: str, found: float, truth: float, allowed: float, step: int) -> Row:
+def compare_value(kind: str, actual: float, truth: float, allowed: float, step: int) -> Row:
     """Compare one number of a step, by its relative difference."""
-    return Row(kind, "", _finite(abs(found - truth) / max(abs(truth), 1e-300)), allowed, step)
+    return Row(kind, "", _finite(abs(actual - truth) / max(abs(truth), 1e-300)), allowed, step)
 
 
 def compare_gradients(
-    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance, step: int = 0
+    actual: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], allowed: Tolerance, step: int = 0
 ) -> list[Row]:
     """Compare gradients, by the largest difference of each relative to its own largest element.
 
@@ -82,8 +82,8 @@ def compare_gradients(
     limit = allowed.gradient * sqrt(allowed.num_updates)
     is_half = torch.finfo(allowed.dtype).bits < 32
     rows = []
-    for name in dict.fromkeys((*truth, *found)):
-        true, mine = truth.get(name), found.get(name)
+    for name in dict.fromkeys((*truth, *actual)):
+        true, mine = truth.get(name), actual.get(name)
         if true is None and mine is not None:
             true = torch.zeros_like(mine)
         if true is not None:
@@ -96,7 +96,7 @@ def compare_gradients(
 
 
 def compare_parameters(
-    found: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     allowed: Tolerance,
     still: Container[str] = (),
@@ -109,30 +109,30 @@ def compare_parameters(
     ``noise``: for each element, the difference that one update may add.
     """
     added = noise or {}
-    rows = [_parameter_row(n, found.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]
+    rows = [_parameter_row(n, actual.get(n), t.detach(), allowed, n in still, added.get(n)) for n, t in truth.items()]
     return [replace(row, step=step) for row in rows]
 
 
 def _parameter_row(
-    name: str, found: Tensor | None, truth: Tensor, allowed: Tolerance, is_still: bool, noise: Tensor | None
+    name: str, actual: Tensor | None, truth: Tensor, allowed: Tolerance, is_still: bool, noise: Tensor | None
 ) -> Row:
     if is_still or not truth.is_floating_point():
-        return Row("parameter", name, _distance(found, truth), 0.0)
+        return Row("parameter", name, _distance(actual, truth), 0.0)
     limit = allowed.rounding(truth) + allowed.parameter
     if noise is not None:
         limit = limit + noise.to(truth.device) * allowed.num_updates
-    if found is None or found.shape != truth.shape or not truth.numel():
-        return Row("parameter", name, _distance(found, truth), allowed.parameter)
-    difference = (found.to(truth.device, torch.float64) - truth.double()).abs()
+    if actual is None or actual.shape != truth.shape or not truth.numel():
+        return Row("parameter", name, _distance(actual, truth), allowed.parameter)
+    difference = (actual.to(truth.device, torch.float64) - truth.double()).abs()
     worst = int((difference / limit).nan_to_num(inf).argmax())
     return Row("parameter", name, _finite(difference.view(-1)[worst].item()), limit.view(-1)[worst].item())
 
 
-def _distance(found: Tensor | None, truth: Tensor, measure: Callable[[Tensor], float] | None = None) -> float:
+def _distance(actual: Tensor | None, truth: Tensor, measure: Callable[[Tensor], float] | None = None) -> float:
     """Return the distance by ``measure`` (default: the largest element); inf for a missing tensor or other shape."""
-    if found is None or found.shape != truth.shape:
+    if actual is None or actual.shape != truth.shape:
         return inf
-    return _finite((measure or _largest)(found.to(truth.device, torch.float64) - truth.detach().double()))
+    return _finite((measure or _largest)(actual.to(truth.device, torch.float64) - truth.detach().double()))
 
 
 def _largest(tensor: Tensor) -> float:
@@ -161,7 +161,7 @@ class EngineStep:
 
 
 class Beside:
-    """Owns the one process, and the comparisons so far. ``tolerance``: the user's."""
+    """Runs the one process beside an engine, and compares their steps in ``rows``. ``tolerance``: the user's."""
 
     def __init__(self, one: OneProcess, tolerance: float | None = None) -> None:
         self._one, self._tolerance = one, tolerance
@@ -172,26 +172,26 @@ class Beside:
         self._still: set[str] | None = None  # parameters without a gradient in any step so far
         self._noise: dict[str, Tensor] = {}  # for each element, the most that one update may have added so far
 
-    def step(self, batch: Mapping[str, Tensor], made: EngineStep) -> None:
+    def step(self, batch: Mapping[str, Tensor], engine: EngineStep) -> None:
         """Run the step of ``batch`` in the one process, and compare it with the engine's."""
-        if made.imbalance is not None:
-            self.imbalance = max(made.imbalance, self.imbalance or 0.0)
-        if made.before:
-            self.compare_parameters(made.before)
-            self._adopt(made.before)
-        with LowestPrecision() as seen:
+        if engine.imbalance is not None:
+            self.imbalance = max(engine.imbalance, self.imbalance or 0.0)
+        if engine.before:
+            self.compare_parameters(engine.before)
+            self._adopt(engine.before)
+        with LowestPrecision() as lowest:
             loss = self._one.forward_backward(batch)
-        if torch.finfo(seen.dtype).eps > torch.finfo(self.precision).eps:
-            self.precision = seen.dtype
+        if torch.finfo(lowest.dtype).eps > torch.finfo(self.precision).eps:
+            self.precision = lowest.dtype
         step = self._one.num_updates + 1
         allowed = self._allowed(step)
         gradients = {name: p.grad for name, p in self._parameters.items()}
-        self.rows.append(compare_value("loss", made.loss, loss, allowed.of_loss(loss), step))
-        self.rows += compare_gradients(made.gradients, gradients, allowed, step)
+        self.rows.append(compare_value("loss", engine.loss, loss, allowed.of_loss(loss), step))
+        self.rows += compare_gradients(engine.gradients, gradients, allowed, step)
         unscaled = {name: None if g is None else g.clone() for name, g in gradients.items()}
         norm = self._one.update()
-        self.rows.append(compare_value("norm", made.norm, norm, allowed.gradient, step))
-        self._note(made.gradients, unscaled, norm)
+        self.rows.append(compare_value("norm", engine.norm, norm, allowed.gradient, step))
+        self._note(engine.gradients, unscaled, norm)
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -206,7 +206,7 @@ class Beside:
         """Whether the rounding of a weight grows by lr · decay / eps a step: decay in a gradient that is else zero."""
         return self._one.spec.optimizer.name in DECAY_OVER_EPS
 
-    def _adopt(self, found: Named) -> None:
+    def _adopt(self, actual: Named) -> None:
         """Begin each step with the engine's parameters if rounding would grow, so that gradients differ by this step.
 
         AdamW turns a gradient near zero into an update of lr: below float64 that would change the next gradients.
@@ -215,31 +215,31 @@ class Beside:
             return
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                if name in found and found[name].shape == parameter.shape:
-                    parameter.copy_(found[name])
+                if name in actual and actual[name].shape == parameter.shape:
+                    parameter.copy_(actual[name])
 
-    def compare_parameters(self, found: Named) -> None:
-        """Compare parameters after the last update of both. ``found``: the engine's, as full tensors."""
+    def compare_parameters(self, actual: Named) -> None:
+        """Compare parameters after the last update of both. ``actual``: the engine's, as full tensors."""
         step, still = self._one.num_updates, self._still or set()
-        self.rows += compare_parameters(found, self._parameters, self._allowed(step), still, self._noise, step=step)
+        self.rows += compare_parameters(actual, self._parameters, self._allowed(step), still, self._noise, step=step)
 
     def _allowed(self, num_updates: int) -> Tolerance:
         return Tolerance.of(
             self.precision, greatest_rate(self._one.spec.optimizer), self._tolerance, num_updates=num_updates
         )
 
-    def _note(self, found: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
+    def _note(self, actual: Named, gradients: Mapping[str, Tensor | None], norm: float) -> None:
         """Note the gradients of this step for the comparison of parameters: which exist, and the noise they cause."""
         unreached = {name for name, gradient in gradients.items() if gradient is None}
         self._still = unreached if self._still is None else self._still & unreached
         optimizer = self._one.spec.optimizer
         of_matrices = noise_of_matrices(gradients, self._one.matrices, optimizer) if self._is_rounded else {}
-        for name, noise in (noise_of_updates(found, gradients, optimizer, norm) | of_matrices).items():
+        for name, noise in (noise_of_updates(actual, gradients, optimizer, norm) | of_matrices).items():
             self._noise[name] = torch.maximum(self._noise.get(name, noise), noise)
 
 
 def noise_of_updates(
-    found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], o: OptimizerSpec, norm: float
+    actual: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], o: OptimizerSpec, norm: float
 ) -> dict[str, Tensor]:
     """Return the difference that AdamW's first update makes of the differences of gradients, for each element.
 
@@ -252,7 +252,7 @@ def noise_of_updates(
         scaled = gradient.detach().double().cpu() * scale
         return lr * scaled / (scaled.abs() + o.eps)
 
-    both = {n: (found[n], t) for n, t in truth.items() if t is not None and n in found and found[n].shape == t.shape}
+    both = {n: (actual[n], t) for n, t in truth.items() if t is not None and n in actual and actual[n].shape == t.shape}
     return {name: (update(mine) - update(true)).abs().nan_to_num(0.0) for name, (mine, true) in both.items()}
 
 

@@ -52,8 +52,8 @@ def draws_of(model: nn.Module, spec: Spec) -> tuple[Named, ...]:
     """Return the draws of one forward over the global batch, in order; a dropout with p = 1 draws nothing."""
     size = spec.batch.global_size
     inputs = {
-        name: torch.empty((size, *given.sizes), dtype=getattr(torch, given.dtype), device="meta")
-        for name, given in spec.require_inputs().items()
+        name: torch.empty((size, *field.sizes), dtype=getattr(torch, field.dtype), device="meta")
+        for name, field in spec.require_inputs().items()
     }
     dtype = None if spec.precision.parameters is None else getattr(torch, spec.precision.parameters)
     module, loss = apply_loss(model, spec.loss, spec.forms)
@@ -70,7 +70,7 @@ def draws_of_lengths(model: nn.Module, spec: Spec) -> dict[Shapes, tuple[Named, 
     for place in range(max(1, len(spec.lengths))):
         of_length = spec.at(place)
         size, inputs = of_length.batch.global_size, of_length.require_inputs()
-        draws[tuple((size, *given.sizes) for given in inputs.values())] = draws_of(model, of_length)
+        draws[tuple((size, *field.sizes) for field in inputs.values())] = draws_of(model, of_length)
     return draws
 
 
@@ -90,8 +90,7 @@ def _named(node: fx.Node) -> Named:
 
 
 class NamedDraws(TorchDispatchMode):
-    """Replaces PyTorch's random numbers by those of the ``draws`` of the batch's shapes, in order. Owns the draws that
-    are still to come."""
+    """Replaces PyTorch's random numbers by those of the ``draws`` of the batch's shapes, in order."""
 
     def __init__(self, model: nn.Module, draws: Mapping[Shapes, Sequence[Named]], seed: int) -> None:
         super().__init__()
@@ -119,13 +118,13 @@ class NamedDraws(TorchDispatchMode):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Watch the backward. Raises PlanError if it draws: its draws cannot be related to those of the forward."""
+        """Raise PlanError if the backward draws: its draws cannot be mapped to those of the forward."""
         with installed((self, "_is_forward", False)), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(made, Tensor):
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor):
             if not self._is_forward:
                 raise PlanError(
                     f"one process draws random numbers in its backward ({func}), as torch.utils.checkpoint "
@@ -135,27 +134,27 @@ class NamedDraws(TorchDispatchMode):
                 )
             # the captured frames must be in the call stack in order; frames that a capture lacks may be between them
             here = iter(self._sites.frames_here())
-            is_next = self._left and _fits(self._left[0], func, made, args)
+            is_next = self._left and _fits(self._left[0], func, out, args)
             if is_next and all(frame in here for frame in self._left[0].frames):
-                made.copy_(self._values(self._left.popleft(), made, args))
-        return made
+                out.copy_(self._values(self._left.popleft(), out, args))
+        return out
 
-    def _values(self, named: Named, made: Tensor, args: Any) -> Tensor:
+    def _values(self, named: Named, out: Tensor, args: Any) -> Tensor:
         random, place = self._random, named.place
         if named.kind == DROPOUT:
-            return counted_dropout(torch.ones_like(made), named.p, random, place) != 0
+            return counted_dropout(torch.ones_like(out), named.p, random, place) != 0
         if named.kind == BERNOULLI:
-            return counted_bernoulli(args[1] if len(args) > 1 else args[0], random, place, made)
+            return counted_bernoulli(args[1] if len(args) > 1 else args[0], random, place, out)
         counted = {UNIFORM: counted_uniform, NORMAL: counted_normal}[named.kind]
-        return counted(random, place, made.dtype, made.device)
+        return counted(random, place, out.dtype, out.device)
 
 
-def _fits(named: Named, func: Any, made: Tensor, args: Any) -> bool:
+def _fits(named: Named, func: Any, out: Tensor, args: Any) -> bool:
     """Return whether this op can be the draw ``named``, by its kind, shape and probability."""
     kinds = _IN_PLACE.get(func) or (KINDS.get(func),)
     is_dropout = named.kind == DROPOUT
     return (
         named.kind in kinds
-        and tuple(made.shape) == named.place.shape
+        and tuple(out.shape) == named.place.shape
         and (not is_dropout or abs(args[1] - (1.0 - named.p)) < 1e-12)
     )

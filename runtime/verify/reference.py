@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Untouched:
-    """Owns the fingerprints of a model's weights from before its plan."""
+    """The fingerprints of a model's weights before it was planned."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = fingerprint_of_model(model)
@@ -81,14 +81,14 @@ def fill_from_files(model: nn.Module, directory: Path) -> None:
 
     def read(name: str, parameter: nn.Parameter) -> Tensor:
         value = torch.empty(parameter.shape, dtype=parameter.dtype)
-        read_whole(files, found.parameters[name][0], value)
+        read_whole(files, sources.parameters[name][0], value)
         return value
 
     with WeightFiles(directory) as files:
-        found = find_in(files, hub_format(model), described(model))
+        sources = find_in(files, hub_format(model), described(model))
         _fill(model, read)
-        for name, made in found.buffers.items():
-            read_whole(files, made, model.get_buffer(name))
+        for name, source in sources.buffers.items():
+            read_whole(files, source, model.get_buffer(name))
 
 
 def _fill(model: nn.Module, value_of: Callable[[str, nn.Parameter], Tensor]) -> None:
@@ -156,7 +156,7 @@ class OneProcess:
         return loss.item()
 
     def update(self) -> float:
-        """Clip gradients and make one update at its learning rate; return the gradient norm before clipping."""
+        """Update once, with clipped gradients; return the gradient norm before clipping."""
         o = self.spec.optimizer
         self._mains.read()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -178,8 +178,8 @@ class OneProcess:
 
 
 class Mains:
-    """Owns a float32 copy of each trained float16 parameter, which the optimizer updates instead: in float16, AdamW's
-    eps is zero, so that a gradient of zero would make the weight NaN."""
+    """Float32 copies of the trained float16 parameters, which the optimizer updates instead: in float16, AdamW's eps is
+    zero, so a gradient of zero would make the weight NaN."""
 
     def __init__(self, model: nn.Module) -> None:
         halves = (p for p in model.parameters() if p.dtype == torch.float16 and p.requires_grad)
@@ -267,12 +267,12 @@ class WholeMatrices(_Own):
             self.state[p]["own"] = own
         own: torch.optim.Optimizer = self.state[p]["own"]
         own.param_groups[0]["lr"] = group["lr"]
-        held = own.param_groups[0]["params"]
-        for part, now, (dim, boxes) in zip(held, parts, places, strict=True):
+        parameters = own.param_groups[0]["params"]
+        for part, now, (dim, boxes) in zip(parameters, parts, places, strict=True):
             part.copy_(now)
             part.grad = torch.cat([p.grad[box] for box in boxes], dim)  # pyright: ignore[reportOptionalSubscript]
         own.step()
-        for part, (dim, boxes) in zip(held, places, strict=True):
+        for part, (dim, boxes) in zip(parameters, places, strict=True):
             for box, value in zip(boxes, part.chunk(len(boxes), dim), strict=True):
                 p[box] = value
 
@@ -303,11 +303,11 @@ def _of_rule(rule: str, groups: list[dict[str, Any]], o: OptimizerSpec) -> torch
     lr = o.lr
     if rule.startswith(PREFIX):
         own = [{key: group[key] for key in ("params", "factor", "weight_decay")} for group in groups]
-        made: Any = class_of(rule)
-        return made(own, lr=lr, **dict(options_of(o)))
+        kind: Any = class_of(rule)
+        return kind(own, lr=lr, **dict(options_of(o)))
     own_classes: dict[str, Any] = {"lion": Lion, "schedule_free_adamw": ScheduleFree, "muon": WholeMatrices}
-    made = own_classes.get(rule) or getattr(torch.optim, UPDATE_RULES[rule].of_torch)
-    return made(groups, lr=lr)
+    kind = own_classes.get(rule) or getattr(torch.optim, UPDATE_RULES[rule].of_torch)
+    return kind(groups, lr=lr)
 
 
 def _groups(

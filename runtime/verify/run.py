@@ -53,7 +53,7 @@ class VerifyJob:
     planned: str | None = None
 
 
-def _made(job: VerifyJob, spec: Spec) -> tuple[Planned, Untouched]:
+def _planned(job: VerifyJob, spec: Spec) -> tuple[Planned, Untouched]:
     """Return the plan, and the fingerprints of its model's weights from before the plan."""
     model = load_to_plan(job.model, spec.seed)
     untouched = Untouched(in_mode(model, spec))
@@ -62,7 +62,8 @@ def _made(job: VerifyJob, spec: Spec) -> tuple[Planned, Untouched]:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """``rows``: all comparisons. ``notes``: limits of the comparison. ``warnings``: those of the plan about batches."""
+    """The result of a verification. ``rows``: all comparisons; ``notes``: their limits; ``warnings``: those of the plan
+    about batches; ``failure``: the error that ended the run."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -116,18 +117,18 @@ def verify(
     spec = Spec.load(spec_path).of_run(STEPS)
     check_machine(spec)
     job = VerifyJob(model_ref, spec_path, steps, remove_collective, tolerance)
-    made, untouched = _made(job, spec)
-    decided = made.plan
+    own, untouched = _planned(job, spec)
+    decided = own.plan
     check_stages(decided)
     if weights := pretrained_directory(model_ref):
         check_pretrained(decided, weights)
     world_size = decided.mesh.world_size
     if world_size == 1:
-        return verify_rank(job, (made, untouched))
-    assert made.model is not None
-    untouched.check(made.model)
+        return verify_rank(job, (own, untouched))
+    assert own.model is not None
+    untouched.check(own.model)
     with shared(decided) as file:
-        del made, decided  # and its model: each rank builds its own
+        del own, decided  # and its model: each rank builds its own
         return _launched(replace(job, planned=file), world_size, timeout_seconds)
 
 
@@ -145,11 +146,11 @@ def _last_error(text: str) -> str:
     return [line for line in text.splitlines() if line.strip() and not line[0].isspace()][-1]
 
 
-def verify_rank(job: VerifyJob, made: tuple[Planned, Untouched] | None = None) -> VerifyReport:
+def verify_rank(job: VerifyJob, own: tuple[Planned, Untouched] | None = None) -> VerifyReport:
     """Run one rank; rank 0 also runs the one process and compares. Reports of other ranks are empty.
-    ``made``: the plan, if this process has made it."""
+    ``own``: the plan, if this process made it."""
     spec = Spec.load(job.spec).of_run(STEPS)
-    of_rank, untouched = made or _made(job, spec)
+    of_rank, untouched = own or _planned(job, spec)
     decided, model = of_rank.plan, of_rank.model
     assert model is not None
     notes = batch_notes(decided.decisions) if decided.decisions is not None else ()
@@ -204,7 +205,7 @@ def _note_of_dropout(model: nn.Module, draws: NamedDraws | None, batch: dict[str
 
 
 def _draws_in_training(model: nn.Module, batch: dict[str, Tensor]) -> bool:
-    """Return whether a forward in training draws random numbers, or fails. Called after all comparisons."""
+    """Return whether a forward in training draws random numbers, or fails; changes the model's mode."""
     before = torch.get_rng_state()
     try:
         with torch.no_grad(), in_eager_mode():
@@ -240,12 +241,12 @@ def run_beside(
         for batch in batches:
             if look is not None:
                 look(engine)
-            made = _step(engine, batch, is_local)
+            result = _step(engine, batch, is_local)
             with agreed(engine.groups, rank_0_is_long=True):
                 if rank == 0:
                     beside = beside or make()
-                    beside.step(batch, made)
-            del made  # before the next step is gathered
+                    beside.step(batch, result)
+            del result  # before the next step is gathered
         if look is not None:
             look(engine)
         parameters = engine.gather_parameters()
@@ -255,10 +256,10 @@ def run_beside(
 
 
 def _step(engine: Engine, batch: dict[str, Tensor], is_local: bool) -> EngineStep:
-    layout, given = engine.layout, batch
+    layout, rows_of_rank = engine.layout, batch
     if is_local:
-        given = {name: rows.chunk(layout.dp)[layout.dp_rank] for name, rows in batch.items()}
-    loss = engine.forward_backward(given, local=is_local)
+        rows_of_rank = {name: rows.chunk(layout.dp)[layout.dp_rank] for name, rows in batch.items()}
+    loss = engine.forward_backward(rows_of_rank, local=is_local)
     before = engine.gather_parameters() if engine.step_index else {}
     gradients = engine.gather_gradients()
     report = engine.optimizer_step()
