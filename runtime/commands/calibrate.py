@@ -20,14 +20,14 @@ class Options:
 
 
 @takes(Options)
-def calibrate_command(asked: Options) -> None:
+def calibrate_command(options: Options) -> None:
     """Measure the devices and links of this machine, and write a cluster file.
 
     Starts the local processes itself. All ranks time matrix products, attention, copies and collectives at once.
     """
     from runtime.calibrate.run import calibrate
 
-    if (output := asked.output) is not None:
+    if (output := options.output) is not None:
         check_file(output, "--output")
     name = "" if output is None else output.name.partition(".")[0]
-    write_text(calibrate(asked.nproc, asked.seconds, name or "this-machine"), output)
+    write_text(calibrate(options.nproc, options.seconds, name or "this-machine"), output)

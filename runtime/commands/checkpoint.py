@@ -38,18 +38,18 @@ class Options:
 @takes(Options)
 def checkpoint_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of saves, or a single save.")],
-    asked: Options,
+    options: Options,
 ) -> None:
     """List the saves in a directory, verify them, or export one. Runs in one process. Exit 1 if a save is damaged."""
     from runtime.checkpoint.manifest import MANIFEST
     from runtime.checkpoint.saves import LATEST, latest_in, saves_in
 
-    for name, is_set in (("--ema", asked.ema), ("--names", asked.names != "hf")):
-        if is_set and asked.export is None:
+    for name, is_set in (("--ema", options.ema), ("--names", options.names != "hf")):
+        if is_set and options.export is None:
             what = f"{name} applies to --export, which is not given"
             raise PlanError(what, where=name, fix=f"add --export HF_DIR, or remove {name}")
-    if asked.export is not None:
-        export_save(directory, asked.export, ema=asked.ema, names=asked.names)
+    if options.export is not None:
+        export_save(directory, options.export, ema=options.ema, names=options.names)
         return
     is_one = os.path.lexists(directory / MANIFEST)
     saves = [directory] if is_one else saves_in(directory)
@@ -61,7 +61,7 @@ def checkpoint_command(
         last = None if is_one else latest_in(directory)
     except PlanError as error:
         last, problem = None, f"{LATEST}: {error.what}"
-    rows = [_row(save, asked.verify, save == last) for save in saves]
+    rows = [_row(save, options.verify, save == last) for save in saves]
     show_table("Saves", ("save", "step", "layout", "bytes", "written", "state"), [row for row, _ in rows])
     if problem:
         write_text(problem)

@@ -86,22 +86,22 @@ class Options:
 def diff_command(
     first: Annotated[Path, typer.Argument(metavar="A", help="Saved plan (JSON), or a spec if --model is given.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Second file, of the same kind.")],
-    asked: Options,
+    options: Options,
 ) -> None:
     """Compare two plans: each value of their tables that differs, by row and field."""
     from planner.capture.model.reference import named
     from planner.report.differences import differences, differences_text
 
-    if asked.peft is not None and asked.model is None:
+    if options.peft is not None and options.model is None:
         raise PlanError(
             "--peft wraps the model of --model, which is not given", where="--peft", fix="add --model MODEL"
         )
-    adapted = None if asked.model is None else named(asked.model, asked.peft)
-    found = differences(*two_plans(first, second, adapted))
-    if asked.format == "json":
-        text = json.dumps({"before": str(first), "after": str(second), **found.to_dict()}, indent=2)
+    adapted = None if options.model is None else named(options.model, options.peft)
+    changes = differences(*two_plans(first, second, adapted))
+    if options.format == "json":
+        text = json.dumps({"before": str(first), "after": str(second), **changes.to_dict()}, indent=2)
     else:
-        text = differences_text(found, str(first), str(second))
-    write_text(text, asked.output)
-    if asked.exit_code and found.any:
+        text = differences_text(changes, str(first), str(second))
+    write_text(text, options.output)
+    if options.exit_code and changes.any:
         raise typer.Exit(DIFFERENT)

@@ -36,7 +36,7 @@ class Options:
 
 
 @takes(Options)
-def evaluate_command(model: Model, spec: SpecFile, asked: Options) -> None:
+def evaluate_command(model: Model, spec: SpecFile, options: Options) -> None:
     """Evaluate a language model on held-out text: perplexity or cloze accuracy. Works with every layout.
 
     Starts its local processes itself, or runs as a rank of torchrun.
@@ -44,23 +44,23 @@ def evaluate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     from planner.capture.model.reference import named
     from runtime.evaluation.run import Evaluation, Weights, evaluate
 
-    _check_options(asked)
-    weights = Weights(named(model, asked.peft), asked.load, asked.ema)
-    how = {"is_cloze": asked.cloze, "stride": asked.stride, "original_tokens": asked.original_tokens}
-    found = evaluate(Evaluation(weights, str(spec), asked.data, tokenizer=asked.tokenizer, **how), asked.nproc)
-    if found is None:
+    _check_options(options)
+    weights = Weights(named(model, options.peft), options.load, options.ema)
+    how = {"is_cloze": options.cloze, "stride": options.stride, "original_tokens": options.original_tokens}
+    result = evaluate(Evaluation(weights, str(spec), options.data, tokenizer=options.tokenizer, **how), options.nproc)
+    if result is None:
         return
-    if asked.format == "json":
-        write_text(json.dumps({"data": asked.data, **found.to_dict()}, indent=2), asked.output)
+    if options.format == "json":
+        write_text(json.dumps({"data": options.data, **result.to_dict()}, indent=2), options.output)
     else:
-        title = f"{'Cloze accuracy' if asked.cloze else 'Perplexity'} on {asked.data}"
-        show_table(title, ("figure", "value"), found.rows(), asked.output)
+        title = f"{'Cloze accuracy' if options.cloze else 'Perplexity'} on {options.data}"
+        show_table(title, ("figure", "value"), result.rows(), options.output)
 
 
-def _check_options(asked: Options) -> None:
+def _check_options(options: Options) -> None:
     """Raise PlanError for options that exclude each other."""
-    if asked.perplexity and asked.cloze:
+    if options.perplexity and options.cloze:
         raise PlanError("--perplexity and --cloze cannot be combined", where="--cloze", fix="remove one of them")
-    for name, value in (("--stride", asked.stride), ("--original-tokens", asked.original_tokens)):
-        if value is not None and asked.cloze:
+    for name, value in (("--stride", options.stride), ("--original-tokens", options.original_tokens)):
+        if value is not None and options.cloze:
             raise PlanError(f"{name} applies to perplexity only", where=name, fix=f"remove {name} or --cloze")

@@ -54,7 +54,7 @@ def fuzz_command(
         Path | None, typer.Argument(metavar="SPEC", help="A spec with the keys to keep; all others are drawn.")
     ] = None,
     *,
-    asked: Options,
+    options: Options,
 ) -> None:
     """Draw random specs for your model, and compare each plan with one process: loss, gradients and three updates.
 
@@ -65,23 +65,25 @@ def fuzz_command(
     from runtime.fuzz.case import Case, OwnModel
     from runtime.fuzz.forks import prepare
 
-    asked.check()
-    if asked.case is not None:
+    options.check()
+    if options.case is not None:
         if model is not None:
             what = "--case cannot be combined with MODEL: the file of a case contains its model"
             raise PlanError(what, where="--case", fix="remove MODEL and SPEC")
-        run_again(Case.load(asked.case, lambda values: OwnModel(**values)), asked)
+        run_again(Case.load(options.case, lambda values: OwnModel(**values)), options)
     reference, spec = _needed(model, spec)
     prepare()
-    own = OwnModel.read(reference, spec, asked.nproc)
-    run_cases(Campaign(asked.seed, asked.nproc, asked.folder, say, lambda _: own, asked.specs), asked, COMMAND)
+    own = OwnModel.read(reference, spec, options.nproc)
+    run_cases(
+        Campaign(options.seed, options.nproc, options.folder, say, lambda _: own, options.specs), options, COMMAND
+    )
 
 
-def run_cases(campaign: Campaign, asked: Options, command: str) -> None:
+def run_cases(campaign: Campaign, options: Options, command: str) -> None:
     """Draw cases and print the summary. Exits with 1 if a case failed. ``command``: the command that reruns a file."""
     from runtime.fuzz.campaign import COLUMNS, processor_seconds, told
 
-    before, cases, minutes = processor_seconds(), asked.cases, asked.minutes
+    before, cases, minutes = processor_seconds(), options.cases, options.minutes
     campaign.run(20 if cases is None and minutes is None else cases, None if minutes is None else minutes * 60)
     show_table("Cases", COLUMNS, campaign.rows())
     for failure in campaign.failures:
@@ -92,13 +94,13 @@ def run_cases(campaign: Campaign, asked: Options, command: str) -> None:
         raise typer.Exit(FAILED)
 
 
-def run_again(case: Case, asked: Options) -> None:
+def run_again(case: Case, options: Options) -> None:
     """Run a case from a file, print its outcome, and exit."""
     from runtime.fuzz.campaign import Campaign
     from runtime.fuzz.forks import prepare
 
     prepare()
-    outcome = Campaign(0, asked.nproc, asked.folder, say, lambda _: case.model).outcome_of(case)
+    outcome = Campaign(0, options.nproc, options.folder, say, lambda _: case.model).outcome_of(case)
     words = f"{outcome.verdict}: {outcome.words}" if outcome.words else str(outcome.verdict)
     typer.echo(f"{words}\n{case}")
     raise typer.Exit(FAILED if outcome.verdict.is_failure else 0)

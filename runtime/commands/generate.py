@@ -37,7 +37,7 @@ class Options:
 
 
 @takes(Options)
-def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
+def generate_command(model: Model, spec: SpecFile, options: Options) -> None:
     """Continue texts with a model, to try it out. Works with every layout.
 
     Starts its local processes itself, or runs as a rank of torchrun.
@@ -46,40 +46,40 @@ def generate_command(model: Model, spec: SpecFile, asked: Options) -> None:
     from runtime.engine.next_tokens import Choice
     from runtime.evaluation.run import Generation, Weights, generate
 
-    prompts, tokenizer = _prompts(model, asked)
-    choice = Choice(asked.temperature, asked.top_k, asked.top_p, asked.seed)
-    weights = Weights(named(model, asked.peft), asked.load, asked.ema)
-    cache = False if asked.no_kv_cache else None
-    generation = Generation(weights, str(spec), prompts, choice, asked.max_new_tokens, cache, tokenizer=tokenizer)
-    if (continued := generate(generation, asked.nproc)) is None:
+    prompts, tokenizer = _prompts(model, options)
+    choice = Choice(options.temperature, options.top_k, options.top_p, options.seed)
+    weights = Weights(named(model, options.peft), options.load, options.ema)
+    cache = False if options.no_kv_cache else None
+    generation = Generation(weights, str(spec), prompts, choice, options.max_new_tokens, cache, tokenizer=tokenizer)
+    if (continued := generate(generation, options.nproc)) is None:
         return
-    if asked.format == "json":
-        write_text(json.dumps([each.to_dict() for each in continued], indent=2), asked.output)
+    if options.format == "json":
+        write_text(json.dumps([each.to_dict() for each in continued], indent=2), options.output)
     else:
-        is_chat = not asked.prompt
+        is_chat = not options.prompt
         texts = (each.text if is_chat else f"{each.prompt}{each.text}" for each in continued)
-        write_text("\n\n".join(texts), asked.output)
+        write_text("\n\n".join(texts), options.output)
 
 
-def _prompts(model: str, asked: Options) -> tuple[tuple[str, ...], str | None]:
+def _prompts(model: str, options: Options) -> tuple[tuple[str, ...], str | None]:
     """Return the texts to continue, and their tokenizer.
 
     --chat and --messages default to the tokenizer of the run of --load, else of MODEL's directory. Raises PlanError.
     """
-    if bool(asked.prompt) + (asked.chat is not None) + (asked.messages is not None) != 1:
+    if bool(options.prompt) + (options.chat is not None) + (options.messages is not None) != 1:
         what = "give one of --prompt, --chat and --messages"
         raise PlanError(what, where="--prompt", fix="add --prompt TEXT, to continue it, or --chat TEXT, to answer it")
-    if asked.prompt:
-        return tuple(asked.prompt), asked.tokenizer
+    if options.prompt:
+        return tuple(options.prompt), options.tokenizer
     from planner.files.text import read_json
     from runtime.data.instruction.chat_tokenizer import ChatTokenizer
     from runtime.data.instruction.conversation import conversation_of
     from runtime.engine.prompts import tokenizer_in
 
-    tokenizer = asked.tokenizer or _tokenizer_of_run(asked.load) or model.removeprefix("hf:")
-    messages = [{"role": "user", "content": asked.chat}]
-    if asked.messages is not None:
-        messages = read_json(asked.messages, "conversation", fix="write a list of objects with role and content")
+    tokenizer = options.tokenizer or _tokenizer_of_run(options.load) or model.removeprefix("hf:")
+    messages = [{"role": "user", "content": options.chat}]
+    if options.messages is not None:
+        messages = read_json(options.messages, "conversation", fix="write a list of objects with role and content")
     try:
         row = {"messages": [*messages, {"role": "assistant", "content": "x"}]} if isinstance(messages, list) else {}
         talk = conversation_of(row, "messages", None, "all").messages[:-1]

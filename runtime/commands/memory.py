@@ -21,7 +21,7 @@ class Options:
 
 
 @takes(Options)
-def memory_command(model: Model, spec: SpecFile, asked: Options) -> None:
+def memory_command(model: Model, spec: SpecFile, options: Options) -> None:
     """Run a step and compare predicted with measured memory of each rank. Exit 1 if they differ by more than 1 % in
     parameters, gradients and optimizer state, or 3 % in activations.
 
@@ -30,7 +30,7 @@ def memory_command(model: Model, spec: SpecFile, asked: Options) -> None:
     from planner.capture.model.reference import named
     from runtime.profiling.memory import compare_memory
 
-    report = compare_memory(named(model, asked.peft), str(spec), evaluates=asked.evaluate)
-    write_text(json.dumps(report.to_dict(), indent=2) if asked.format == "json" else str(report), asked.output)
+    report = compare_memory(named(model, options.peft), str(spec), evaluates=options.evaluate)
+    write_text(json.dumps(report.to_dict(), indent=2) if options.format == "json" else str(report), options.output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)

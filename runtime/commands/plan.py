@@ -38,53 +38,53 @@ class Options:
 
 
 @takes(Options)
-def plan_command(model: Model, spec: SpecFile, asked: Options) -> None:
+def plan_command(model: Model, spec: SpecFile, options: Options) -> None:
     """Plan a run: the sharding of every parameter, all collectives, stages, schedule and memory."""
     from planner import plan
     from planner.capture.model.reference import load_model, named
     from planner.frozen_plan import check_length
     from planner.spec.spec import Spec
 
-    model, output, length = named(model, asked.peft), asked.output, asked.length
-    _check(asked)
-    given = Spec.load(spec)
+    model, output, length = named(model, options.peft), options.output, options.length
+    _check(options)
+    loaded = Spec.load(spec)
     if length is not None:
-        check_length(length, given.lengths)
-    result = plan(load_model(model), given)
+        check_length(length, loaded.lengths)
+    result = plan(load_model(model), loaded)
     result = result if length is None else result.at_length(length)
-    if asked.passes:
+    if options.passes:
         from planner.lower import passes_text
 
-        write_text(passes_text(result, asked.rank or 0, full=asked.full), output)
-    elif asked.why is not None:
+        write_text(passes_text(result, options.rank or 0, full=options.full), output)
+    elif options.why is not None:
         from planner.report.alternatives import why as sections_of
 
-        show_sections(sections_of(result, result.to_run()[0], asked.why), output)
-    elif asked.format == "table" and output is None:
-        show_plan(result, full=asked.full)
-    elif asked.format == "pt" and output is not None:
+        show_sections(sections_of(result, result.to_run()[0], options.why), output)
+    elif options.format == "table" and output is None:
+        show_plan(result, full=options.full)
+    elif options.format == "pt" and output is not None:
         result.save(output)
     else:
-        write_text(format_plan(result, asked.format, full=asked.full, title=title_of(model, spec)), output)
+        write_text(format_plan(result, options.format, full=options.full, title=title_of(model, spec)), output)
 
 
-def _check(asked: Options) -> None:
+def _check(options: Options) -> None:
     """Raise PlanError for an option without effect."""
-    format, passes = asked.format, asked.passes
-    if format == "pt" and (asked.output is None or asked.output.suffix != ".pt"):
+    format, passes = options.format, options.passes
+    if format == "pt" and (options.output is None or options.output.suffix != ".pt"):
         what = "--format pt writes a plan that ranks load, to a file with the suffix .pt"
         raise PlanError(what, where="--format pt", fix="add -o plan.pt")
-    if asked.full and (asked.why is not None or format not in ("table", "html")):
+    if options.full and (options.why is not None or format not in ("table", "html")):
         what = "--full adds rows to tables, to an HTML page or to --passes"
         raise PlanError(what, where="--full", fix="remove --full, or --why and --format")
-    if asked.rank is not None and not passes:
+    if options.rank is not None and not passes:
         what = "--rank selects a rank for --passes, which is not given"
         raise PlanError(what, where="--rank", fix="add --passes, or remove --rank")
-    if asked.why is not None and (passes or format != "table"):
+    if options.why is not None and (passes or format != "table"):
         fix = "leave out --passes and --format, or --why"
         raise PlanError("--why prints tables of one parameter, and nothing else", where="--why", fix=fix)
     if passes and format != "table":
         raise PlanError(f"--passes prints text, not {format}", where="--format", fix="leave out --format or --passes")
-    if asked.length is not None and format == "pt":
+    if options.length is not None and format == "pt":
         fix = "leave out --length: the file has all lengths"
         raise PlanError("--length selects tables to print", where="--length", fix=fix)

@@ -53,7 +53,7 @@ def prepare_command(
     texts: Annotated[
         list[str], typer.Argument(metavar="TEXT…", help="Files, directories, or stdlib (Python's own source).")
     ],
-    asked: Options,
+    options: Options,
     instruction: Instruction,
 ) -> None:
     """Tokenize texts, or conversations with their answers as labels, into a file that training memory-maps."""
@@ -65,19 +65,19 @@ def prepare_command(
     from runtime.data.text.encoders import ByteEncoder, TokenizerFile
     from runtime.data.token_writer import prepare, texts_of
 
-    tokenizer, output = asked.tokenizer, asked.output
-    lengths, is_of_samples, notes = _lengths(asked.bucket), instruction.makes_samples(tokenizer), []
+    tokenizer, output = options.tokenizer, options.output
+    lengths, is_of_samples, notes = _lengths(options.bucket), instruction.makes_samples(tokenizer), []
     is_of_rows = is_of_samples or instruction.text is not None
-    _check_options(asked, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
+    _check_options(options, is_of_rows=is_of_rows, is_of_samples=is_of_samples)
     files = texts_of(texts, output)
     with bar("reading", sum(map(size_of, files)), of_bytes=True) as advance:
         if is_of_samples and tokenizer is not None:
             header, notes = prepare_samples(files, output, tokenizer, instruction, advance)
         else:
             begins = instruction.begin_token == "auto"
-            encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, asked.end_token, begins=begins)
-            split = Split.json if is_of_rows else asked.split_documents
-            name = instruction.text or asked.field or "text"
+            encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer, options.end_token, begins=begins)
+            split = Split.json if is_of_rows else options.split_documents
+            name = instruction.text or options.field or "text"
             read = partial(parts, files, split, name, of_datasets=instruction.split)
             header = prepare(read, output, encoder, advance)
     write_text("\n".join(notes if instruction.json else [summary(header, output), *notes]))
@@ -97,16 +97,16 @@ def _lengths(text: str | None) -> list[int]:
     return lengths
 
 
-def _check_options(asked: Options, *, is_of_rows: bool, is_of_samples: bool) -> None:
+def _check_options(options: Options, *, is_of_rows: bool, is_of_samples: bool) -> None:
     """Raise PlanError for an option without effect."""
-    split, end_token = asked.split_documents, asked.end_token
+    split, end_token = options.split_documents, options.end_token
     if (is_of_rows and split is not Split.file) or (is_of_samples and end_token is not None):
         what = "--split-documents and --end-token apply to texts: each row is a document, and templates end answers"
         raise PlanError(what, where="--split-documents", fix="remove these options")
-    if asked.field is not None and split is not Split.json:
+    if options.field is not None and split is not Split.json:
         fix = "add --split-documents json, or remove --field"
         raise PlanError("--field applies only to JSON", where="--field", fix=fix)
-    if end_token is not None and asked.tokenizer is None:
+    if end_token is not None and options.tokenizer is None:
         what, fix = "--end-token needs a tokenizer: without one, the byte 0 ends a document", "add --tokenizer"
         raise PlanError(what, where="--end-token", fix=f"{fix}, or remove --end-token")
 

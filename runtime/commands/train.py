@@ -1,6 +1,6 @@
 """The command ``meshwright train``.
 
-``Given`` has the options that only the launching process reads, ``runtime.training.options`` those of the ranks.
+``LaunchOptions`` are read by the launching process alone, those of ``runtime.training.options`` by the ranks.
 ``job_of`` combines both into the job of the ranks.
 """
 
@@ -34,7 +34,7 @@ DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True)
-class Given:
+class LaunchOptions:
     """Options that the ranks do not read, or read in another form."""
 
     data: list[str] | None = option(
@@ -58,37 +58,39 @@ class Given:
     sample_prompt: list[str] | None = option("A text for --sample-every to continue; may be repeated.", "TEXT")
 
 
-def job_of(model: str, spec: Path, given: Given, options: TrainOptions) -> Job:
+def job_of(model: str, spec: Path, launch: LaunchOptions, options: TrainOptions) -> Job:
     """Return the job of the ranks. Raises PlanError for options that do not fit together."""
     from planner.capture.model.reference import named
     from runtime.training.data import mixture_of_spec, named_files, read_mixture, steps_of
     from runtime.training.job import Job
 
-    data, mixture = read_mixture(given.data) if given.data else mixture_of_spec(str(spec))
-    steps = DEFAULT_STEPS if given.steps is None else given.steps
-    of_ranks = asdict(options) | {"save": saves_directory(options), "sample_prompt": tuple(given.sample_prompt or ())}
-    sets = named_files(given.validation_data or [])
-    job = Job(named(model, given.peft), str(spec), data, steps, mixture, validation_data=sets, **of_ranks)
-    if given.epochs is None:
+    data, mixture = read_mixture(launch.data) if launch.data else mixture_of_spec(str(spec))
+    steps = DEFAULT_STEPS if launch.steps is None else launch.steps
+    of_ranks = asdict(options) | {"save": saves_directory(options), "sample_prompt": tuple(launch.sample_prompt or ())}
+    sets = named_files(launch.validation_data or [])
+    job = Job(named(model, launch.peft), str(spec), data, steps, mixture, validation_data=sets, **of_ranks)
+    if launch.epochs is None:
         return job
-    if given.steps is not None or not 0 < given.epochs <= MOST_EPOCHS:
-        what = f"--epochs {given.epochs:g}: needs a number above 0, and excludes --steps"
+    if launch.steps is not None or not 0 < launch.epochs <= MOST_EPOCHS:
+        what = f"--epochs {launch.epochs:g}: needs a number above 0, and excludes --steps"
         raise PlanError(what, where="--epochs", fix="write --epochs 3, or --steps 1000")
-    return replace(job, num_steps=steps_of(job, given.epochs))
+    return replace(job, num_steps=steps_of(job, launch.epochs))
 
 
-@takes(Given, TrainOptions)
-def train_command(context: typer.Context, model: Model, spec: SpecFile, given: Given, options: TrainOptions) -> None:
+@takes(LaunchOptions, TrainOptions)
+def train_command(
+    context: typer.Context, model: Model, spec: SpecFile, launch: LaunchOptions, options: TrainOptions
+) -> None:
     """Train a model on text. Starts its local processes itself, or runs as a rank of torchrun."""
     from runtime.training.run import largest_difference, train
 
-    if given.secret_file is not None:
+    if launch.secret_file is not None:
         from runtime.distributed.faults.board import SECRET, secret_in
 
-        os.environ[SECRET] = secret_in(given.secret_file)  # for every rank that is started here
-    job = job_of(model, spec, given, options)
-    shown = show_plan if given.show_plan else None
-    trained = train(job, given.nproc, shown, given.max_restarts, is_command=context.obj == PROCESS)
+        os.environ[SECRET] = secret_in(launch.secret_file)  # for every rank that is started here
+    job = job_of(model, spec, launch, options)
+    shown = show_plan if launch.show_plan else None
+    trained = train(job, launch.nproc, shown, launch.max_restarts, is_command=context.obj == PROCESS)
     if job.compare and (rows := trained.rows):
         write_text(f"largest difference from one process over {len(rows)} steps: {largest_difference(rows):.2e}")
     if trained.failure is not None:

@@ -21,7 +21,7 @@ class Options:
 
 
 @takes(Options)
-def verify_command(model: Model, spec: SpecFile, asked: Options) -> None:
+def verify_command(model: Model, spec: SpecFile, options: Options) -> None:
     """Train with the plan and in one process, and compare losses, gradients and parameters. Exit 1 if they differ.
 
     Starts the local processes itself.
@@ -29,8 +29,8 @@ def verify_command(model: Model, spec: SpecFile, asked: Options) -> None:
     from planner.capture.model.reference import named
     from runtime.verify.run import verify
 
-    options = {"steps": asked.steps, "remove_collective": asked.remove_collective, "tolerance": asked.tolerance}
-    report = verify(named(model, asked.peft), str(spec), **options)
-    write_text(str(report), asked.output)
+    how = {"steps": options.steps, "remove_collective": options.remove_collective, "tolerance": options.tolerance}
+    report = verify(named(model, options.peft), str(spec), **how)
+    write_text(str(report), options.output)
     if not report.passed:
         raise typer.Exit(CHECK_FAILED)

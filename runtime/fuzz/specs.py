@@ -154,92 +154,91 @@ def world_size(chosen: Choices) -> int:
 
 def sensible(chosen: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> Choices:
     """Return choices that a plan accepts, for at most ``most_ranks`` ranks. ``pinned``: fields with a fixed value."""
-    found = chosen | pinned
-    _fit_ranks(found, most_ranks, facts, pinned)
-    _fit_pipeline(found, facts)
-    _fit_experts(found, facts)
-    if facts.has_experts and not facts.is_steady and found["precision.parameters"] == "bfloat16":
-        found["precision.parameters"] = "float32"  # rounding would change the chosen experts
-    if found["precision.parameters"] != "bfloat16":
-        found["half precision"] = "bfloat16"
-    if found["precision.parameters"] == "float64":
-        found["precision.gradients"] = None  # else gradients are rounded more than the tolerance allows
-    if found["mesh.dp"] == 1:
-        found["rows given"] = "all"
-    if found["cuda_graphs.impl"] == "none":
-        found |= {"cuda_graphs.scope": (), "cuda_graphs.warmup_steps": 1}
-    if found["recompute"] not in ("full", "selective") or facts.num_blocks == 1:
-        found["blocks recomputed"] = "all"
-    if found["audit.every"] is None:
-        found["audit.on_difference"] = "stop"
-    if found["optimizer.schedule.kind"] == "constant":
-        found |= {"optimizer.schedule.steps": 10, "optimizer.schedule.min_lr": 0.0}
-    _fit_optimizer(found)
-    if not found["tensor_parallel.sequence_parallel"]:
-        found["tensor_parallel.regather"] = True
-    return found | pinned
+    choices = chosen | pinned
+    _fit_ranks(choices, most_ranks, facts, pinned)
+    _fit_pipeline(choices, facts)
+    _fit_experts(choices, facts)
+    if facts.has_experts and not facts.is_steady and choices["precision.parameters"] == "bfloat16":
+        choices["precision.parameters"] = "float32"  # rounding would change the chosen experts
+    if choices["precision.parameters"] != "bfloat16":
+        choices["half precision"] = "bfloat16"
+    if choices["precision.parameters"] == "float64":
+        choices["precision.gradients"] = None  # else gradients are rounded more than the tolerance allows
+    if choices["mesh.dp"] == 1:
+        choices["rows given"] = "all"
+    if choices["cuda_graphs.impl"] == "none":
+        choices |= {"cuda_graphs.scope": (), "cuda_graphs.warmup_steps": 1}
+    if choices["recompute"] not in ("full", "selective") or facts.num_blocks == 1:
+        choices["blocks recomputed"] = "all"
+    if choices["audit.every"] is None:
+        choices["audit.on_difference"] = "stop"
+    if choices["optimizer.schedule.kind"] == "constant":
+        choices |= {"optimizer.schedule.steps": 10, "optimizer.schedule.min_lr": 0.0}
+    _fit_optimizer(choices)
+    if not choices["tensor_parallel.sequence_parallel"]:
+        choices["tensor_parallel.regather"] = True
+    return choices | pinned
 
 
-def _fit_optimizer(found: Choices) -> None:
+def _fit_optimizer(choices: Choices) -> None:
     """Reset keys that the update rule does not read, and combinations that ZeRO does not allow."""
-    read = keys_read(found["optimizer.name"])
+    read = keys_read(choices["optimizer.name"])
     for key in ("betas", "eps", "momentum", "nesterov"):
         name = f"optimizer.{key}"
         if key not in read:
-            found[name] = FIELDS[name][0]
-    if not found["optimizer.momentum"]:
-        found["optimizer.nesterov"] = None
-    if found["cuda_graphs.impl"] != "none" and found["optimizer.zero"] > 1:
-        found["optimizer.zero"] -= 2
-    if found["optimizer.zero"] != 3:
-        found["optimizer.reshard"] = "auto"
-    if found["mesh.dp"] * found["mesh.cp"] % 4 or not found["optimizer.zero"]:
-        found["optimizer.shard_group"] = None
+            choices[name] = FIELDS[name][0]
+    if not choices["optimizer.momentum"]:
+        choices["optimizer.nesterov"] = None
+    if choices["cuda_graphs.impl"] != "none" and choices["optimizer.zero"] > 1:
+        choices["optimizer.zero"] -= 2
+    if choices["optimizer.zero"] != 3:
+        choices["optimizer.reshard"] = "auto"
+    if choices["mesh.dp"] * choices["mesh.cp"] % 4 or not choices["optimizer.zero"]:
+        choices["optimizer.shard_group"] = None
 
 
-def _fit_ranks(found: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:
+def _fit_ranks(choices: Choices, most_ranks: int, facts: Facts, pinned: Choices) -> None:
     for axis in ("mesh.cp", "mesh.dp", "mesh.pp", "mesh.tp"):
-        while axis not in pinned and world_size(found) > most_ranks and found[axis] > 1:
-            found[axis] -= 1
-    while "mesh.pp" not in pinned and found["mesh.pp"] > max(1, facts.num_blocks):
-        found["mesh.pp"] -= 1
+        while axis not in pinned and world_size(choices) > most_ranks and choices[axis] > 1:
+            choices[axis] -= 1
+    while "mesh.pp" not in pinned and choices["mesh.pp"] > max(1, facts.num_blocks):
+        choices["mesh.pp"] -= 1
     size = facts.global_size
-    while size is not None and size % (found["mesh.dp"] * found["batch.micro"]):
-        name = "mesh.dp" if "mesh.dp" not in pinned and found["mesh.dp"] > 1 else "batch.micro"
-        if name in pinned or found[name] == 1:
+    while size is not None and size % (choices["mesh.dp"] * choices["batch.micro"]):
+        name = "mesh.dp" if "mesh.dp" not in pinned and choices["mesh.dp"] > 1 else "batch.micro"
+        if name in pinned or choices[name] == 1:
             break  # the planner reports which of the pinned keys conflict
-        found[name] -= 1
+        choices[name] -= 1
 
 
-def _fit_pipeline(found: Choices, facts: Facts) -> None:
-    if found["mesh.pp"] == 1:
-        found |= _NO_PIPELINE
-    kind = KINDS.get(str(found["pipeline.schedule"]))
+def _fit_pipeline(choices: Choices, facts: Facts) -> None:
+    if choices["mesh.pp"] == 1:
+        choices |= _NO_PIPELINE
+    kind = KINDS.get(str(choices["pipeline.schedule"]))
     if kind is None:  # an order written by the user
         return
-    if found["mesh.vpp"] > 1 or (kind.runs_chunks and kind.vpp is None):
-        found |= {"mesh.vpp": 2, "pipeline.schedule": default_kind(2)}
+    if choices["mesh.vpp"] > 1 or (kind.runs_chunks and kind.vpp is None):
+        choices |= {"mesh.vpp": 2, "pipeline.schedule": default_kind(2)}
     else:
-        found |= {"mesh.vpp": kind.vpp or 1, "pipeline.group_size": None}
-    if found["mesh.pp"] * found["mesh.vpp"] > facts.num_blocks:
-        found |= _NO_PIPELINE
+        choices |= {"mesh.vpp": kind.vpp or 1, "pipeline.group_size": None}
+    if choices["mesh.pp"] * choices["mesh.vpp"] > facts.num_blocks:
+        choices |= _NO_PIPELINE
 
 
-def _fit_experts(found: Choices, facts: Facts) -> None:
-    etp = found["mesh.etp"] or found["mesh.tp"]
-    if not facts.has_experts or world_size(found) % (etp * found["mesh.ep"] * found["mesh.pp"]):
-        found |= {"mesh.ep": 1, "mesh.etp": None}
-    if found["mesh.ep"] > 1 or found["mesh.etp"] is not None or found["mesh.cp"] > 1:
-        found["mesh.order"] = FIELDS["mesh.order"][0]  # another order need not fit both dense layers and experts
-    if not facts.has_experts and found["cuda_graphs.scope"] in (("moe",), ("moe_router",)):
-        found["cuda_graphs.scope"] = ()
+def _fit_experts(choices: Choices, facts: Facts) -> None:
+    etp = choices["mesh.etp"] or choices["mesh.tp"]
+    if not facts.has_experts or world_size(choices) % (etp * choices["mesh.ep"] * choices["mesh.pp"]):
+        choices |= {"mesh.ep": 1, "mesh.etp": None}
+    if choices["mesh.ep"] > 1 or choices["mesh.etp"] is not None or choices["mesh.cp"] > 1:
+        choices["mesh.order"] = FIELDS["mesh.order"][0]  # another order need not fit both dense layers and experts
+    if not facts.has_experts and choices["cuda_graphs.scope"] in (("moe",), ("moe_router",)):
+        choices["cuda_graphs.scope"] = ()
 
 
 def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, Any]:
     """Return the spec as a dict for ``Spec.load``. ``base``: fixed keys, with ``inputs``, which take precedence."""
     values = {name: value for name, value in chosen.items() if name not in NOT_KEYS}
-    given = facts.global_size
-    values["batch.global"] = given or chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
+    values["batch.global"] = facts.global_size or chosen["microbatches"] * chosen["batch.micro"] * chosen["mesh.dp"]
     values["pipeline.split"] = split_of(chosen, facts)
     if values["precision.parameters"] == "bfloat16":
         values["precision.parameters"] = chosen[HALF]
@@ -247,46 +246,44 @@ def spec_of(chosen: Choices, facts: Facts, base: dict[str, Any]) -> dict[str, An
     values["recompute"] = (
         {_NUMBERED[chosen[BLOCKS]]: kind} if chosen[BLOCKS] in _NUMBERED else _RECOMPUTE.get(str(kind), kind)
     )
-    given = values["tensor_parallel.overrides"]
-    values["tensor_parallel.overrides"] = _OVERRIDES[given] if isinstance(given, str) else given
-    given = values["optimizer.groups"]
-    values["optimizer.groups"] = _GROUPS[given] if isinstance(given, str) else given
-    found: dict[str, Any] = {}
+    for name, table in (("tensor_parallel.overrides", _OVERRIDES), ("optimizer.groups", _GROUPS)):
+        values[name] = table[values[name]] if isinstance(values[name], str) else values[name]
+    spec: dict[str, Any] = {}
     for name, value in values.items():
         *sections, key = name.split(".")
-        place = found
+        place = spec
         for section in sections:
             place = place.setdefault(section, {})
         place[key] = list(value) if isinstance(value, tuple) else value
-    return merged(found, with_half(base) if chosen[LENGTHS] == "two" else base)
+    return merged(spec, with_half(base) if chosen[LENGTHS] == "two" else base)
 
 
 def with_half(base: dict[str, Any]) -> dict[str, Any]:
     """Add half the sequence length to all inputs with the length of the first one, if it is 2 or more."""
     inputs: dict[str, dict[str, Any]] = base["inputs"]
-    length = next((given["shape"][0] for given in inputs.values() if given.get("shape")), 0)
+    length = next((field["shape"][0] for field in inputs.values() if field.get("shape")), 0)
     if not isinstance(length, int) or length < 2:
         return base
     several = {
-        name: {**given, "shape": [[length // 2, length], *given["shape"][1:]]}
-        for name, given in inputs.items()
-        if given.get("shape") and given["shape"][0] == length
+        name: {**field, "shape": [[length // 2, length], *field["shape"][1:]]}
+        for name, field in inputs.items()
+        if field.get("shape") and field["shape"][0] == length
     }
     return {**base, "inputs": {**inputs, **several}}
 
 
 def continued_on(spec: dict[str, Any], axis: str) -> dict[str, Any]:
     """Return the spec of the same training on two ranks of ``axis`` (``one``: one rank), with another ZeRO stage."""
-    found = copy.deepcopy(spec)
-    size = found["batch"]["global"]
-    found["mesh"] = {} if axis == "one" or (axis == "dp" and size % 2) else {axis: 2}
-    if size % (found["batch"]["micro"] * (2 if found["mesh"].get("dp") else 1)):
-        found["batch"]["micro"] = 1
-    found["pipeline"] = {}
-    found["cuda_graphs"] = {}
-    found["optimizer"] |= {"zero": 3 - found["optimizer"]["zero"], "reshard": "auto"}
-    found["optimizer"] |= {"shard_group": None, "bucket_size": None}
-    return found
+    continued = copy.deepcopy(spec)
+    size = continued["batch"]["global"]
+    continued["mesh"] = {} if axis == "one" or (axis == "dp" and size % 2) else {axis: 2}
+    if size % (continued["batch"]["micro"] * (2 if continued["mesh"].get("dp") else 1)):
+        continued["batch"]["micro"] = 1
+    continued["pipeline"] = {}
+    continued["cuda_graphs"] = {}
+    continued["optimizer"] |= {"zero": 3 - continued["optimizer"]["zero"], "reshard": "auto"}
+    continued["optimizer"] |= {"shard_group": None, "bucket_size": None}
+    return continued
 
 
 def merged(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:

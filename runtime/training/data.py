@@ -28,9 +28,9 @@ _MOST_CHECKED = 1 << 30  # bytes: smaller token files are checked completely bef
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """``training``: None for a stream. ``held_out``: the sets of a validation; ``validate_every``: steps from one
-    validation to the next, None for none. ``identity``: stored in each save. ``told``: lines about parts of the
-    training data that were cut or left out.
+    """The data of a run. ``training``: None for a stream; ``held_out``: the sets of a validation; ``validate_every``:
+    steps from one validation to the next, None for none; ``identity``: stored in each save; ``told``: lines about parts
+    of the training data that were cut or left out.
     """
 
     training: OfLength | BucketBatches | None
@@ -98,15 +98,15 @@ def check_validation(job: Job, spec: Spec) -> None:
 
 def _named_sets(job: Job, spec: Spec, plan: Plan) -> tuple[HeldOut, ...]:
     """Return the sets of ``--validation-data``. Raises PlanError if a text does not fit the spec."""
-    found = []
+    sets = []
     for name, file in job.validation_data:
         tokens = read_tokens(file, job.tokenizer)
         _check_ids(tokens, spec, plan)
         try:
-            found.append(HeldOut(name, batches_of([tokens], [], _of_lengths(spec, plan))))
+            sets.append(HeldOut(name, batches_of([tokens], [], _of_lengths(spec, plan))))
         except PlanError as error:
             raise PlanError(error.what, where=f"--validation-data {name}={file}", fix="give a longer text") from None
-    return tuple(found)
+    return tuple(sets)
 
 
 def check_stream(job: Job, spec: Spec) -> None:
@@ -127,8 +127,8 @@ def check_roles(job: Job, spec: Spec) -> None:
 
 def _of_lengths(spec: Spec, plan: Plan) -> list[Spec]:
     """Return the spec of each length, with the planned sizes."""
-    asked = spec.chosen(Spec.load({**plan.spec, "cluster": None}))
-    return [asked.at(place) for place in range(len(spec.lengths))] or [asked]
+    planned = spec.chosen(Spec.load({**plan.spec, "cluster": None}))
+    return [planned.at(place) for place in range(len(spec.lengths))] or [planned]
 
 
 def check_source(job: Job) -> None:
@@ -169,12 +169,12 @@ def _check_ids(tokens: Tokens, spec: Spec, plan: Plan) -> None:
         check_vocabulary(tokens, inputs, roles_of(inputs, spec.data.inputs), ranges)
 
 
-def read_mixture(given: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
+def read_mixture(texts: list[str]) -> tuple[str, tuple[tuple[str, float], ...]]:
     """Return the values ``data`` and ``mixture`` of a job: one text and no shares, or several texts with shares.
 
     Raises PlanError if a share is missing or not positive.
     """
-    parts = [_part(text) for text in given]
+    parts = [_part(text) for text in texts]
     if len(parts) == 1 and parts[0][1] is None:
         return parts[0][0], ()
     mixture = []
@@ -220,12 +220,12 @@ def _part(text: str) -> tuple[str, float | None]:
         return text, None
 
 
-def named_files(given: list[str]) -> tuple[tuple[str, str], ...]:
+def named_files(texts: list[str]) -> tuple[tuple[str, str], ...]:
     """Return (name, file) of each ``--validation-data``. Raises PlanError for another form, or a repeated name."""
-    pairs = [(name, file) for name, _, file in (text.partition("=") for text in given)]
+    pairs = [(name, file) for name, _, file in (text.partition("=") for text in texts)]
     for place, (name, file) in enumerate(pairs):
         if not (name and file) or name in [other for other, _ in pairs[:place]]:
-            what = f"--validation-data {given[place]}: " + (
+            what = f"--validation-data {texts[place]}: " + (
                 "the name is repeated" if name and file else "not NAME=FILE"
             )
             raise PlanError(what, where="--validation-data", fix="write --validation-data NAME=FILE, each name once")

@@ -89,9 +89,9 @@ def check_saves(job: Job, *, goes_on: bool = False) -> None:
     if job.save is None:
         return
     check_writable(job.save)
-    found = saves_in(job.save)
-    if found and job.resume is None and not goes_on:
-        what = f"{job.save} has saves of an earlier run, the newest {found[-1].name}"
+    saves = saves_in(job.save)
+    if saves and job.resume is None and not goes_on:
+        what = f"{job.save} has saves of an earlier run, the newest {saves[-1].name}"
         raise PlanError(what, where="--save", fix="add --resume auto to resume from it, or use another directory")
 
 
@@ -125,23 +125,23 @@ def stored_plan(job: Job, spec: Spec) -> Plan:
         if is_set:
             what = f"{option} runs the model itself, but a saved plan does not contain its code"
             raise PlanError(what, where=OPTION, fix=f"leave out {option} or {OPTION}")
-    found = Plan.load(job.plan, own_functions=True)  # its spec is compared with the user's next
-    if found.spec["optimizer"]["schedule"]["steps"] == "auto":
+    stored = Plan.load(job.plan, own_functions=True)  # its spec is compared with the user's next
+    if stored.spec["optimizer"]["schedule"]["steps"] == "auto":
         what = "the plan was saved with optimizer.schedule.steps: auto, so that it lacks the number of steps"
         fix = f"write steps: {job.num_steps} in the spec and save the plan again, or leave out {OPTION}"
         raise PlanError(what, where=OPTION, fix=fix)
-    lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in found.lengths]}
-    for key, asked, had in (*differing(*lengths), *differing(spec.longest.to_dict(), found.spec)):
+    lengths = {"lengths": list(spec.lengths[1:] and spec.lengths)}, {"lengths": [row.length for row in stored.lengths]}
+    for key, wanted, had in (*differing(*lengths), *differing(spec.longest.to_dict(), stored.spec)):
         fix = "save the plan again with this spec, or train with the spec of the plan"
-        raise PlanError(f"the plan was made with {key}: {had}, but the spec has {asked}", where=job.plan, fix=fix)
-    return found
+        raise PlanError(f"the plan was made with {key}: {had}, but the spec has {wanted}", where=job.plan, fix=fix)
+    return stored
 
 
-def differing(asked: Any, planned: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differing(wanted: Any, planned: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, value of the spec, value of the plan) of each difference, except keys that planning fills in (auto or
     null in the spec). A function that only the plan names is a difference."""
-    if isinstance(asked, Mapping) and isinstance(planned, Mapping):
-        for name in (*asked, *(n for n in planned if n not in asked)):
-            yield from differing(asked.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
-    elif asked != planned and (asked not in ("auto", None) or is_named(planned)):
-        yield key, asked, planned
+    if isinstance(wanted, Mapping) and isinstance(planned, Mapping):
+        for name in (*wanted, *(n for n in planned if n not in wanted)):
+            yield from differing(wanted.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
+    elif wanted != planned and (wanted not in ("auto", None) or is_named(planned)):
+        yield key, wanted, planned

@@ -135,7 +135,7 @@ class _Run:
             self._guard.check(batch, report, seen.step - 1, local=self.rows.is_local)
 
     def _obey(self) -> None:
-        """Carry out the orders of rank 0, at the same step on every rank."""
+        """Apply the orders of rank 0, at the same step on every rank."""
         leads = self.engine.groups.rank == 0
         orders = broadcast_json(self.engine.groups, self.showing.run.orders() if leads else None, of_kind(Orders))
         if orders.stop:
@@ -147,18 +147,18 @@ class _Run:
             self.engine.set_learning_rate(orders.lr)
 
 
-def run_rank(job: Job, made: Planned | None = None) -> Trained:
+def run_rank(job: Job, own: Planned | None = None) -> Trained:
     """Train on one rank. Rank 0 shows progress, writes the log and returns the rows; the others return none.
 
-    ``made``: the plan, if this process has made it. After a restart by the launcher, training resumes from the run's
-    last save. SIGTERM or Ctrl-C on any rank ends it after a complete step, with a save if the job has saves.
+    ``own``: the plan, if this process made it. After a restart by the launcher, training resumes from the run's last
+    save. SIGTERM or Ctrl-C on any rank ends it after a complete step, with a save if the job has saves.
     """
     with told_to_all():
         spec, leads = spec_of(job), not launched(os.environ).rank
-        made = made or plan_of(job, spec)
-        decided, model = made.plan, made.model
+        own = own or plan_of(job, spec)
+        decided, model = own.plan, own.model
         alone = with_values(model, job.model, decided, spec) if model is not None and job.compare and leads else None
-        made.model = model = None
+        own.model = model = None
         data = run_data(job, spec, decided)
         say("\n".join(data.told), leads=leads)
         showing, samples = Showing(job, decided, leads=leads), Samples(job, spec, decided, leads=leads)
@@ -168,7 +168,7 @@ def run_rank(job: Job, made: Planned | None = None) -> Trained:
             profile = Profile(window, job.trace, decided, spec.cluster, leads=leads)
         engine = Engine(decided, timeout_seconds=job.timeout)
     with engine, RunSaves(engine, job, data.identity) as saves:
-        made.forget_file()
+        own.forget_file()
         require_same("the data (by content)", str(data.identity["data"]), engine.groups)
         if leads and job.save is not None:
             engine.saver.model_files = keep_files(_files_of(job), Path(job.save, FOLDER))

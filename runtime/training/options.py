@@ -81,7 +81,7 @@ class TrainOptions:
     )
 
 
-def saves_directory(asked: TrainOptions) -> str | None:
+def saves_directory(options: TrainOptions) -> str | None:
     """Return the directory of saves: ``save``, or ``checkpoints`` if only another option requires saves."""
-    asks = asked.save_every is not None or asked.resume == AUTO or asked.keep_best
-    return asked.save or (DEFAULT_SAVES if asks else None)
+    asks = options.save_every is not None or options.resume == AUTO or options.keep_best
+    return options.save or (DEFAULT_SAVES if asks else None)

@@ -68,11 +68,11 @@ def train(
         outputs = partial(check_outputs, job) if leads else None
         require_same_options(job, own=OWN, places=PLACES, timeout_seconds=job.timeout, check=outputs)
         return run_rank(job)
-    world_size, made = _checked(job, num_ranks, show_plan, is_command=is_command)
+    world_size, own_plan = _checked(job, num_ranks, show_plan, is_command=is_command)
     if world_size == 1 and not max_restarts:
-        return run_rank(job, made)
-    with shared(made.plan, is_saved=job.plan is not None) as file:
-        del made  # and the model: each rank builds its own
+        return run_rank(job, own_plan)
+    with shared(own_plan.plan, is_saved=job.plan is not None) as file:
+        del own_plan  # and the model: each rank builds its own
         if not file and job.plan is None:
             early_server.end()  # ranks capture too, and share the imports of a new server
         return _launched(replace(job, planned=file), world_size, max_restarts)
@@ -128,8 +128,8 @@ def _checked(
         early_server.begin()
     check_outputs(job)  # runs the file of a callback
     needs_adapters = job.save_adapters is not None or job.save_merged is not None
-    made = plan_of(job, spec, lambda model: needs_adapters and adapted_in(hub_format(model)))
-    decided = made.plan
+    own = plan_of(job, spec, lambda model: needs_adapters and adapted_in(hub_format(model)))
+    decided = own.plan
     if spec.audit.every is not None:
         check_audit(decided)
     if weights := pretrained_directory(job.model):
@@ -141,7 +141,7 @@ def _checked(
     world_size = num_ranks_of(decided, spec, num_ranks)
     if show_plan is not None:
         show_plan(decided)
-    return world_size, made
+    return world_size, own
 
 
 def _check_directories(job: Job) -> None:

@@ -89,8 +89,8 @@ class RunSaves:
         them. Raises PlanError on every rank if the named save, or every save in the directory, cannot be loaded.
         """
         with agreed(self.engine.groups):
-            found = self._origin() if self.engine.groups.rank == 0 else None
-        origin = broadcast_json(self.engine.groups, found, of_kind(_Origin))
+            saves = self._origin() if self.engine.groups.rank == 0 else None
+        origin = broadcast_json(self.engine.groups, saves, of_kind(_Origin))
         taken = self._first_good(origin)
         line = self.engine.saver.line
         if taken is None:
@@ -115,10 +115,10 @@ class RunSaves:
             return _Origin((*own, self.job.resume), own, is_named=not own)
         assert self.job.save is not None
         saves, skipped = by_newest(self.job.save)
-        found = tuple(map(str, saves))
-        if not found and not skipped:
+        own = tuple(map(str, saves))
+        if not own and not skipped:
             self._say(f"no save in {self.job.save}: training starts from step 1")
-        return _Origin(found, found, tuple(map(str, skipped)))
+        return _Origin(own, own, tuple(map(str, skipped)))
 
     def _first_good(self, origin: _Origin) -> Path | None:
         first, skipped = None, list(origin.skipped)

@@ -37,14 +37,13 @@ FORMS = (
 
 
 class Showing:
-    """Owns the rows of the run, the progress line, and the outputs of figures.
+    """The display of a run: its rows, the progress line, and the outputs of figures. ``leads``: this is rank 0.
 
     ``failure``: the error of the callback or of an output, such as a full disk. Afterwards no row is shown; training
-    stops with a save, and raises it.
+    stops with a save, and raises it. Every rank creates it before the engine of ``plan``.
     """
 
     def __init__(self, job: Job, plan: Plan, *, leads: bool) -> None:
-        """Called before the engine of ``plan`` is made. ``leads``: this is rank 0."""
         self.job, self.leads = job, leads
         self.rows: list[StepRow] = []
         self.failure: PlanError | None = None
@@ -115,16 +114,16 @@ class Showing:
             )
 
     def _sinks(self) -> list[Sink]:
-        found: list[Sink] = []
+        sinks: list[Sink] = []
         if self.job.log is not None:
-            found.append(Log(self.job.log, self._first))
+            sinks.append(Log(self.job.log, self._first))
         if self.job.tensorboard is not None:
-            found.append(TensorBoard(self.job.tensorboard, self._first))
+            sinks.append(TensorBoard(self.job.tensorboard, self._first))
         if self.job.wandb is not None:
             config = {"model": self.job.model, "data": self.job.data, "steps": self.job.num_steps, "spec": self._spec}
             name = None if self.job.save is None else Path(self.job.save).name
-            found.append(WandB(self.job.wandb, name, config, self._run_id))
-        return found
+            sinks.append(WandB(self.job.wandb, name, config, self._run_id))
+        return sinks
 
 
 class Samples:
@@ -138,11 +137,11 @@ class Samples:
             self._tokens, self._count = tokens_of(self._texts, self._codec, spec, decided)
 
     def after_step(self, engine: Engine) -> None:
-        """Continue the prompts if it is time. All ranks must call it."""
+        """Print continuations of the prompts if they are due. All ranks must call it."""
         if self._every is None or engine.step_index % self._every:
             return
-        found = engine.generate(self._tokens, self._count, stop=self._codec.ends)
-        for text, tokens in zip(self._texts, found.tokens, strict=True) if self._leads else ():
+        continued = engine.generate(self._tokens, self._count, stop=self._codec.ends)
+        for text, tokens in zip(self._texts, continued.tokens, strict=True) if self._leads else ():
             written = f"{text}{self._codec.text(tokens.tolist())}"
             print(f"step {engine.step_index} continues: {written}", file=sys.stderr, flush=True)
 
@@ -216,10 +215,12 @@ class Run:
 
 
 class Callback:
-    """Owns the user's function. Its exceptions become a PlanError with file and line, which ends all ranks."""
+    """The user's callback. Its exceptions become a PlanError with file and line, which ends all ranks.
+
+    Raises PlanError if the file of ``reference`` fails, or lacks the function.
+    """
 
     def __init__(self, reference: str) -> None:
-        """Import the function. Raises PlanError if its file fails, or lacks the function."""
         self._function, num_arguments = NamedCode(reference, "--callback", FORMS).function(2, 1)
         self._takes_run = num_arguments == 2
 

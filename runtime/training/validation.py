@@ -148,10 +148,9 @@ def tokenizer_of(job: Job, option: str) -> str | None:
 
 
 class Metric:
-    """A metric of log-probabilities. Owns the user's function."""
+    """The user's metric of log-probabilities. Raises PlanError if its file fails, or lacks the function."""
 
     def __init__(self, reference: str) -> None:
-        """Import the function. Raises PlanError if its file fails, or lacks the function."""
         self._function = _function_of(reference)
 
     def of(self, batches: list[dict[str, Tensor]], engine: Engine, *, is_local: bool) -> dict[str, float]:
@@ -202,25 +201,27 @@ def _added(parts: Iterable[Mapping[str, Any]]) -> Sums:
 def _quotients(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return Σ sum / Σ count by name. Raises PlanError, on every rank, for a result that is not finite."""
     total = _added(of_ranks)
-    found = {name: value / count if count else math.nan for name, (value, count) in total.items()}
-    for name, value in found.items():
+    quotients = {name: value / count if count else math.nan for name, (value, count) in total.items()}
+    for name, value in quotients.items():
         if not math.isfinite(value):
             what = f"--metric: {name} is {total[name][0]:g} / {total[name][1]:g}"
             raise PlanError(what, where="--metric", fix="return a finite sum, and a count above 0 in some batch")
-    return found
+    return quotients
 
 
 class Best:
-    """Owns the lowest validation loss, its step, and the number of validations since. All ranks have the same."""
+    """The lowest validation loss, its step, and the number of validations since; equal on all ranks.
+
+    ``extra``: stored in every save, not only in the best one; the lowest loss is added to it.
+    """
 
     def __init__(self, engine: Engine, job: Job, extra: dict[str, Any]) -> None:
-        """``extra``: stored in every save, not only in the best one; the lowest loss is added to it."""
         self._engine, self._job, self._extra = engine, job, extra
         self._leads = engine.groups.rank == 0
         self.loss, self.step, self.num_since = math.inf, 0, 0
 
     def go_on(self, saved: dict[str, Any]) -> None:
-        """Continue from the extra data ``saved`` of the save from which the run resumes."""
+        """Restore the state from the extra data ``saved`` of the save from which the run resumes."""
         best = saved.get("best")
         if isinstance(best, dict) and all(
             isinstance(best.get(name), int | float) for name in ("loss", "step", "since")

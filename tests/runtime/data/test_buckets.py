@@ -11,7 +11,7 @@ import torch
 from passes.errors import PlanError
 from planner.spec.inputs import InputSpec
 from planner.spec.spec import Spec
-from runtime.commands.train import Given, job_of
+from runtime.commands.train import LaunchOptions, job_of
 from runtime.data.buckets import BLOCK, BucketBatches, MixedBatches, batches_of, ranges
 from runtime.data.objectives.next_token import Packed
 from runtime.data.objectives.samples import Within
@@ -185,7 +185,7 @@ def test_shares_are_read_from_the_options(tmp_path, monkeypatch):
 def job_in(path: Path, mixture: str, *data: str) -> Job:
     """Of `meshwright train` with these options of --data, and this mixture in the spec."""
     path.write_text(f"{{mesh: {{}}, batch: {{global: 2, micro: 2}},\ndata: {{mixture: {mixture}}}}}")
-    return job_of("model.py:build", path, Given(list(data) or None), TrainOptions())
+    return job_of("model.py:build", path, LaunchOptions(list(data) or None), TrainOptions())
 
 
 def test_a_mixture_of_the_spec_is_that_of_the_options_which_win(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from passes.errors import PlanError
 from planner import Plan, plan
 from planner.capture.model.reference import load_model
 from planner.spec.spec import Spec
-from runtime.commands.train import Given, job_of
+from runtime.commands.train import LaunchOptions, job_of
 from runtime.data.text.encoders import ByteEncoder
 from runtime.optimizer.scalars import LearningRate
 from runtime.training.data import run_data
@@ -32,7 +32,7 @@ optimizer: {schedule: {kind: cosine, steps: auto, warmup: 0.2}}
 def asked(folder: Path, **running: object) -> Job:
     (folder / "spec.yaml").write_text(SPEC_OF_EPOCHS)
     (folder / "text").write_text("x" * 81)  # 10 windows of 8 and their next byte
-    given = Given(data=[str(folder / "text")], **running)  # pyright: ignore
+    given = LaunchOptions(data=[str(folder / "text")], **running)  # pyright: ignore
     return job_of("m.py:build", folder / "spec.yaml", given, TrainOptions())
 
 
