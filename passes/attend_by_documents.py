@@ -21,14 +21,14 @@ from passes.ops.gathered_attention import gathered_attention
 from passes.parts import module_of
 from passes.program.ops.aten import aten, is_pointwise, ops_named, shape_of
 from passes.program.ops.groups import WITH_SIZES
-from passes.program.walks import in_order
+from passes.program.walks import in_order, operands, walk
 
 SDPA = aten.scaled_dot_product_attention.default
 FACTORIES = frozenset(ops_named("full ones zeros"))
 
 
 def attend_by_documents(stage: StageGraph, context: LowerContext) -> None:
-    """In place: attention of this rank alone becomes the op; ops that gather or pick keys get an option."""
+    """Rewrite attention in place: that of a rank alone becomes the op; ops that gather or pick keys get an option."""
     documents, masks = context.lowering.documents, dict[fx.Node, tuple[fx.Node, dict[str, Any]]]()
     for node in list(stage.graph.nodes):
         if node.op != "call_function" or node.meta.get("origin") not in documents.attentions:
@@ -56,7 +56,7 @@ def _mask(node: fx.Node) -> Any:
 
 
 def _in_rows(stage: StageGraph, mask: fx.Node) -> tuple[fx.Node, dict[str, Any]] | None:
-    """The runs of the mask, and the options of an op that reads them; None if the mask is a whole one."""
+    """Return the runs of the mask, and the options of an op that reads them; None if the mask is a whole one."""
     shape, found = shape_of(mask), _members(mask)
     if found is None or len(shape) not in (2, 4) or (len(shape) == 4 and shape[1] != 1):
         return None
@@ -82,27 +82,27 @@ def _in_rows(stage: StageGraph, mask: fx.Node) -> tuple[fx.Node, dict[str, Any]]
 
 
 def _members(mask: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """The ops that make values [.., s, t], in their order, and the values that they read; None if another op makes
-    one."""
-    size, members, given, waiting = shape_of(mask)[-2:], set[fx.Node](), dict[fx.Node, None](), [mask]
-    while waiting:
-        node = waiting.pop()
-        if node in members or node in given:
-            continue
-        # a row of the result is made of that row of each operand: dims are aligned from the last
-        is_by_rows = is_pointwise(node.target) or node.target is aten.expand.default
-        if shape_of(node)[-2:] != size or node.target in FACTORIES:
-            given[node] = None
-        elif is_by_rows or (node.target is aten.reshape.default and shape_of(node.all_input_nodes[0])[-2:] == size):
-            members.add(node)
-            waiting += node.all_input_nodes
-        else:
-            return None
-    return [node for node in in_order([mask]) if node in members], list(given)
+    """Return the ops that make values [.., s, t], in their order, and the values that they read; None if another op
+    makes one."""
+    size = shape_of(mask)[-2:]
+
+    def is_given(node: fx.Node) -> bool:
+        return shape_of(node)[-2:] != size or node.target in FACTORIES
+
+    def is_by_rows(node: fx.Node) -> bool:
+        """Return whether each row of the result is made of that row of each operand: dims are aligned from the last."""
+        is_plain = is_pointwise(node.target) or node.target is aten.expand.default
+        return is_plain or (node.target is aten.reshape.default and shape_of(node.all_input_nodes[0])[-2:] == size)
+
+    read = list(walk([mask], operands, stop=is_given))
+    members = {node for node in read if not is_given(node)}
+    if not all(map(is_by_rows, members)):
+        return None
+    return [node for node in in_order([mask]) if node in members], [node for node in read if node not in members]
 
 
 def _read(stage: StageGraph, node: fx.Node) -> fx.Node:
-    """Of a constant of one value, that value alone."""
+    """Return a constant of one value as that value alone, and any other value itself."""
     if node.target not in FACTORIES or not shape_of(node):
         return node
     with stage.graph.inserting_after(node):

@@ -52,7 +52,7 @@ class StageGraph:
     has_scores: bool = False
 
     def handle(self, name: str, handle: Any) -> fx.Node:
-        """The node of a handle, which is an attribute of the stage's module; made once."""
+        """Return the node of a handle, which is an attribute of the stage's module; made once."""
         for node in self.graph.find_nodes(op="get_attr", target=name):
             return node
         setattr(self.root, name, handle)
@@ -60,11 +60,11 @@ class StageGraph:
             return self.graph.create_node("get_attr", name)
 
     def axis(self, axis: AxisHandle) -> fx.Node:
-        """The node that hands the axis to collectives."""
+        """Return the node that hands the axis to collectives."""
         return self.handle(axis.name, axis)
 
     def call(self, like: fx.Node, function: Any, args: tuple[Any, ...], value: Any, kwargs: Any = None) -> fx.Node:
-        """A new call at the origin of ``like``; ``value``: a tensor as its result is."""
+        """Return a new call at the origin of ``like``; ``value``: a tensor as its result is."""
         new = self.graph.call_function(function, args, kwargs or {})
         held = {key: like.meta[key] for key in ("origin", "placement")}
         new.meta = origin_of(like) | held | {"val": value, "grad": False}
@@ -99,7 +99,7 @@ class LowerContext:
     one_row: OneRow | None = None  # if stages are lowered to compute one position of a sequence at a time
 
     def axis_of(self, node: fx.Node) -> AxisHandle:
-        """The axis over which a value of the captured graph, or its replacement, is typed."""
+        """Return the axis over which a value of the captured graph, or its replacement, is typed."""
         return self.axes.get(axis_of(node), self.tp)
 
 
@@ -145,9 +145,8 @@ class Pass:
 
 
 def ops_of(node: fx.Node) -> tuple[str, ...]:
-    """Captured names of the ops that a node of a lowered graph computes, products before their biases: none of a change
-    of type alone, several of one op that changes a type and multiplies.
-    """
+    """Return the captured names of the ops that a node of a lowered graph computes, products before their biases: none
+    of a change of type alone, several of one op that changes a type and multiplies."""
     sources = [node]
     if "change" in node.meta:
         sources = list(node.users) if node.target in (column_linears, gathered_linears) else []

@@ -72,7 +72,7 @@ def name_streams(stage: StageGraph, context: LowerContext) -> None:
 
 
 def _streamed(node: fx.Node, random: fx.Node, number: int) -> fx.Node:
-    """The call that draws from the stream of that number."""
+    """Return the call that draws from the stream of that number."""
     graph, stream = node.graph, (number, node.meta["placement"].is_sharded)
     if node.target is aten.dropout.default:
         return graph.call_function(ops.stream_dropout, (node.args[0], node.args[1], random, *stream))
@@ -84,21 +84,22 @@ def _streamed(node: fx.Node, random: fx.Node, number: int) -> fx.Node:
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Dropout, attention with dropout, and other ops that PyTorch tags as random: rand, randn_like, bernoulli …"""
+    """Return whether a call draws: dropout, attention with dropout, and ops that PyTorch tags as random (rand,
+    bernoulli …)."""
     if node.target in ops.OWN_ATTENTION:
         return bool(node.kwargs.get("dropout_p"))
     return node.target in OF_ROWS or is_random(node)
 
 
 def names_of_own_tokens(program: Program) -> frozenset[str]:
-    """The values made of ``local_rows``, up to the collectives; all others are the same on every rank of cp."""
+    """Return the values made of ``local_rows``, up to the collectives; all others are the same on every rank of cp."""
     own = program.graph.graph.find_nodes(op="call_function", target=local_rows)
     found = walk(own, readers, into=lambda n: n.op == "call_function" and n.target not in WHOLE_AGAIN)
     return frozenset(node.name for node in found)
 
 
 def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | None:
-    """The call that takes the place of ``node``, of a stage; None if the plan has no names for its numbers."""
+    """Return the call that takes the place of ``node``, of a stage; None if the plan has no names for its numbers."""
     draw: Draw | None = node.meta.get("draw")
     if draw is None:
         return None
@@ -125,7 +126,8 @@ def counted(node: fx.Node, context: LowerContext, random: fx.Node) -> fx.Node | 
 
 
 def place_of(draw: Draw, node: fx.Node, context: LowerContext, first: int = 0) -> ops.SampleElements:
-    """Which elements of the full microbatch this rank has. ``first``: the dim of ``node`` that is the draw's first."""
+    """Return the elements of the full microbatch that this rank has. ``first``: the dim of ``node`` that is the draw's
+    first."""
     ranges: list[ops.Ranges] = [((0, size),) for size in draw.shape]
     if draw.cut is not None:
         cp = context.axes["cp"]
@@ -139,7 +141,7 @@ def place_of(draw: Draw, node: fx.Node, context: LowerContext, first: int = 0) -
 
 
 def _held(placement: Placement, tp: int, rank: int) -> ops.Ranges:
-    """This rank's ranges of the sharded dim. Padding, a copy of the last element, has that element's numbers."""
+    """Return this rank's ranges of the sharded dim. Padding, a copy of the last element, has that element's numbers."""
     end, found = sum(placement.sizes), []
     for (start, stop), num_data in zip(placement.slices(tp, rank), placement.data_sizes(tp, rank), strict=True):
         found += [(start, start + num_data)] if num_data else []
@@ -148,7 +150,7 @@ def _held(placement: Placement, tp: int, rank: int) -> ops.Ranges:
 
 
 def _chunks(cut: Placement, cp: int, rank: int) -> ops.Ranges:
-    """The chunks of each of the sequences that are concatenated in a dim."""
+    """Return the chunks of each of the sequences that are concatenated in a dim."""
     found, start = [], 0
     for segment in cut.segments:
         found += [(start + a, start + b) for a, b in facts.rows(segment.size, cp, rank)]
@@ -157,7 +159,7 @@ def _chunks(cut: Placement, cp: int, rank: int) -> ops.Ranges:
 
 
 def _of(whole: ops.Ranges, parts: ops.Ranges) -> ops.Ranges:
-    """``parts``, in their order, of the concatenation of the ranges ``whole``."""
+    """Return ``parts``, in their order, of the concatenation of the ranges ``whole``."""
     found = []
     for a, b in parts:
         start = 0
@@ -192,7 +194,7 @@ def name_draws(program: Program, micro: int) -> None:
 
 
 def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
-    """Of a value that follows the batch: in which dim its sequences stand."""
+    """Return the dim in which the sequences of a value that follows the batch stand."""
     found = runs[node]
     if micro == 1:
         return None, True
@@ -204,7 +206,8 @@ def _of_batch(node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
 
 
 def _of_sizes(program: Program, node: fx.Node, runs: Runs, micro: int) -> tuple[Run | None, bool]:
-    """Of numbers that are drawn without the batch: a drop path draws one for each sequence, other ops for all.
+    """Return the same of numbers that are drawn without the batch: a drop path draws one for each sequence, other ops
+    for all.
 
     They are for a sequence each if their first dim is aligned with the batch of the other operands.
     """
@@ -226,7 +229,7 @@ def _refused(node: fx.Node, what: str) -> PlanError:
 
 
 def spell_out_attention(program: Program) -> None:
-    """In place: every attention that draws."""
+    """Write out every attention that draws, in place."""
     graph = program.graph.graph
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         if is_random(node):
@@ -248,7 +251,7 @@ def _spelled(build: Builder, given: dict[str, Any]) -> fx.Node:
 
 
 def _shares(build: Builder, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
-    """A query that may see no key at all has zeros, as in the fused op."""
+    """Return the softmax of the scores; a query that may see no key at all has zeros, as in the fused op."""
     if mask is None or mask.meta["val"].dtype != torch.bool:
         scores = scores if mask is None else build.call(aten.add.Tensor, scores, mask)
         return build.call(aten.softmax.int, scores, -1)
@@ -258,7 +261,7 @@ def _shares(build: Builder, scores: fx.Node, mask: fx.Node | None) -> fx.Node:
 
 
 def _triangle(build: Builder, scores: fx.Node) -> fx.Node:
-    """True if a key stands before its query, or at it."""
+    """Return a mask that is True if a key stands before its query, or at it."""
     rows, columns = shape_of(scores)[-2:]
     places = [
         build.call(aten.reshape.default, build.call(aten.arange.default, max(shape), device=torch.device("cpu")), shape)

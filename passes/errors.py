@@ -44,7 +44,7 @@ class PlanError(ValueError):
         super().__init__(what)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An exception is made again of its positional arguments alone."""
+        """Pickle all fields: an exception is made again of its positional arguments alone."""
         return partial(type(self), fix=self.fix), (self.what,), self.__dict__
 
     @property
@@ -77,7 +77,7 @@ def require(ok: bool, what: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error of other code in one line: its kind and the first line of its message."""
+    """Return an error of other code in one line: its kind and the first line of its message."""
     text = message_of(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:1000]}" if text else type(error).__name__
 
@@ -103,14 +103,14 @@ def refusing(
 
 
 def imported(name: str, what: str, *, where: str, fix: str) -> Any:
-    """The module ``name``. Raises PlanError if its package, which ``what`` needs, is missing or broken."""
+    """Return the module ``name``. Raises PlanError if its package, which ``what`` needs, is missing or broken."""
     needs = f"{what} needs the package {name.partition('.')[0]}"
     with refusing(needs, where=where, fix=fix, of=(ImportError, OSError)):
         return import_module(name)
 
 
 def message_of(error: BaseException) -> str:
-    """Its text; empty if the error's own ``__str__`` fails."""
+    """Return the text of an error; empty if its own ``__str__`` fails."""
     try:
         return str(error)
     except Exception:
@@ -127,7 +127,7 @@ class SpecError(PlanError):
 
     @classmethod
     def of(cls, errors: Sequence[PlanError], what: str = "the spec") -> PlanError:
-        """One error that shows all, each once and in the order of their lines; a single one unchanged.
+        """Return one error that shows all, each once and in the order of their lines; a single one unchanged.
 
         ``what``: the file that has them, for the text.
         """

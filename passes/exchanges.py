@@ -78,7 +78,7 @@ Way = list[fx.Node]  # a gather, and the calls after it that only rearrange its 
 
 
 def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
-    """In place: arguments stay, except for the handles that the exchange of counts needs."""
+    """Rewrite exchanges in place: arguments stay, except for the handles that the exchange of counts needs."""
     for node in stage.graph.find_nodes(op="call_function", target=over_data):
         if context.sums is None:
             node.target, node.args = g_f, (node.args[0], stage.axis(context.data))
@@ -92,7 +92,7 @@ def exchange_rows(stage: StageGraph, context: LowerContext) -> None:
 
 
 def _with_handles(stage: StageGraph, context: LowerContext, node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of an exchange of rows or slots, with the axes and the figures that it needs."""
+    """Return the arguments of an exchange of rows or slots, with the axes and the figures that it needs."""
     target, args = node.target, node.args
     if target is exchange.own_slices:
         return (*args, stage.axis(context.axes["ep"]))
@@ -111,14 +111,14 @@ def _with_handles(stage: StageGraph, context: LowerContext, node: fx.Node) -> tu
 
 
 def _layer_of(context: LowerContext, node: fx.Node) -> int:
-    """The number of the layer of experts that exchanges counts, or sends slots: by its choices, or its calls."""
+    """Return the number of the layer of experts that exchanges counts, or sends slots: by its choices, or its calls."""
     origin, layers = context.lowering.program.node(node.meta["origin"]), context.lowering.experts.layers
     chosen = tuple(n.name for n in origin.all_input_nodes[0].all_input_nodes)
     return next(i for i, layer in enumerate(layers) if origin.name in layer.sent or layer.chosen == chosen)
 
 
 def exchange_sequence(stage: StageGraph, context: LowerContext) -> None:
-    """In place: the axis takes the place of its size, options of attention become keywords, its kernel among them."""
+    """Put the axis in the place of its size; options of attention become keywords, its kernel among them."""
     for node in list(stage.graph.nodes):
         if node.op == "call_function" and node.target in OVER_CP:
             (function, position), draws = OVER_CP[node.target], is_random(node)
@@ -144,7 +144,7 @@ def note_choices(stage: StageGraph, context: LowerContext) -> None:
 
 
 def keep_own_tokens(stage: StageGraph, context: LowerContext) -> None:
-    """One op for each reader, of all that it gathers."""
+    """Write one op for each reader, of all that it gathers."""
     found: dict[fx.Node, list[Way]] = {}
     is_asked = context.lowering.options.own_tokens
     gathers = stage.graph.find_nodes(op="call_function", target=gather_sequence) if is_asked else ()
@@ -168,9 +168,8 @@ def _way(node: fx.Node) -> Way:
 
 
 def _reads_once(reader: fx.Node, value: fx.Node, placements: Placements) -> bool:
-    """Whether one product reads the value, as one operand, unchanged: with equal batch dims these two save their
-    operands as they are.
-    """
+    """Return whether one product reads the value, as one operand, unchanged: with equal batch dims these two save their
+    operands as they are."""
     is_product = reader.target in (aten.matmul.default, aten.bmm.default)
     if not is_product or not reader.meta["grad"] or len(reader.all_input_nodes) < 2:
         return False

@@ -55,7 +55,7 @@ class Visit:
 
 
 def gather_weights(stage: StageGraph, context: LowerContext) -> None:
-    """One call before each visit, and one behind each op that reads weights."""
+    """Insert one call before each visit, and one behind each op that reads weights."""
     visits = visits_of(stage, context)
     if not visits:
         return
@@ -70,7 +70,7 @@ def gather_weights(stage: StageGraph, context: LowerContext) -> None:
 
 
 def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
-    """The visits of a stage in its order; none if no weight is sharded."""
+    """Return the visits of a stage in its order; none if no weight is sharded."""
     if not context.homes:
         return []
     places, visits = aliases_of(stage, context), list[Visit]()
@@ -97,20 +97,20 @@ def visits_of(stage: StageGraph, context: LowerContext) -> list[Visit]:
 
 
 def moves_of(visits: Sequence[Visit], *, forward: bool) -> list[tuple[Units, Units]]:
-    """(units, units ahead) of each visit of one forward, or of one backward."""
+    """Return (units, units ahead) of each visit of one forward, or of one backward."""
     if forward:
         return [(visit.units, visit.ahead) for visit in visits]
     return [(visit.back, visit.behind) for visit in reversed(visits) if visit.back]
 
 
 def aliases_of(stage: StageGraph, context: LowerContext) -> Aliases:
-    """Of each value the units in the memory of which it may lie."""
+    """Return for each value the units in the memory of which it may lie."""
     found = {node: frozenset((place,)) for node, place in buckets_of(stage, context).items()}
     return _followed(stage.graph, stage.root, found)
 
 
 def _followed(graph: fx.Graph, root: Any, found: Aliases) -> Aliases:
-    """Of a compiled piece, the units of weights that it gives views of."""
+    """Add the units of weights of which a compiled piece returns views."""
     for node in graph.nodes:
         read: Any = _read_by(node, found) if node.op == "call_function" else ()
         if read and node.target is run_piece:
@@ -126,7 +126,7 @@ def _followed(graph: fx.Graph, root: Any, found: Aliases) -> Aliases:
 
 
 def may_alias(node: fx.Node) -> bool:
-    """Whether a call may give memory of an argument: a view, an op that copies only if it must, an identity."""
+    """Return whether a call may give memory of an argument: a view, an op that copies only if it must, an identity."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(value.alias_info is not None for value in node.target._schema.returns)
     return node.target in (operator.getitem, exchange.with_gradient) or "change" in node.meta
@@ -143,7 +143,7 @@ def _gets_a_gradient(node: fx.Node, context: LowerContext) -> bool:
 
 
 def _before_recomputations(stage: StageGraph, context: LowerContext, visits: list[Visit], gate: fx.Node) -> None:
-    """A rerun that reads weights needs those of its block's visit."""
+    """Gather the weights of a block's visit before a rerun that reads them."""
     for end, read in list(_read_again(stage, aliases_of(stage, context))):
         handle: Any = end.args[0]
         visit = _visit_before(end, visits, context)
@@ -156,7 +156,7 @@ def _before_recomputations(stage: StageGraph, context: LowerContext, visits: lis
 
 
 def _read_again(stage: StageGraph, places: Aliases) -> Iterator[tuple[fx.Node, frozenset[tuple[int, int]]]]:
-    """The end of each block with a rerun that reads weights, and their units."""
+    """Yield the end of each block with a rerun that reads weights, and their units."""
     for end in stage.graph.find_nodes(op="call_function", target=end_block):
         read = frozenset().union(*(places.get(v, frozenset()) for v in end.args[2] if isinstance(v, fx.Node)))
         if read:
@@ -164,13 +164,13 @@ def _read_again(stage: StageGraph, places: Aliases) -> Iterator[tuple[fx.Node, f
 
 
 def _visit_before(end: fx.Node, visits: list[Visit], context: LowerContext) -> Visit | None:
-    """The visit of the block that ends at ``end``."""
+    """Return the visit of the block that ends at ``end``."""
     home = next((h for node in _backwards(end) if (h := context.homes.get(node.meta.get("origin", "")))), None)
     return next((visit for visit in reversed(visits) if visit.home == home), None)
 
 
 def _backwards(end: fx.Node) -> Iterator[fx.Node]:
-    """The calls of a block, the last first."""
+    """Yield the calls of a block, the last first."""
     node = end.prev
     while node.op == "call_function" and node.target is not begin_block:
         yield node
@@ -178,7 +178,7 @@ def _backwards(end: fx.Node) -> Iterator[fx.Node]:
 
 
 def await_parameters(stage: StageGraph, context: LowerContext) -> None:
-    """One wait a bucket and stage, before the first op that reads one of its parameters."""
+    """Insert one wait a bucket and stage, before the first op that reads one of its parameters."""
     if context.homes:  # they are gathered in the graph (passes.gather_weights)
         return
     places, seen = buckets_of(stage, context), set[tuple[int, int]]()
@@ -195,7 +195,7 @@ def await_parameters(stage: StageGraph, context: LowerContext) -> None:
 
 
 def buckets_of(stage: StageGraph, context: LowerContext) -> dict[fx.Node, tuple[int, int]]:
-    """Each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
+    """Return each parameter of the stage that other ranks update: its node → (buffer of this pp rank, its bucket)."""
     buckets, parameters = context.buckets, context.lowering.program.parameters
     names = {attribute: parameters[name] for name, attribute in stage.parameters.items()}
     nodes = stage.graph.find_nodes(op="get_attr") if buckets else []

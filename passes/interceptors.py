@@ -51,7 +51,7 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 
 
 def by_identity(modules: Iterable[ModuleType], replacements: Mapping[int, tuple[Any, Any]]) -> Iterator[Interceptor]:
-    """In ``modules``, all names of an object: id of the object → (object, replacement)."""
+    """Yield all names of an object in ``modules``: id of the object → (object, replacement)."""
     for module in modules:
         if replacements.keys().isdisjoint(map(id, vars(module).values())):  # most of thousands of modules
             continue
@@ -61,5 +61,5 @@ def by_identity(modules: Iterable[ModuleType], replacements: Mapping[int, tuple[
 
 
 def hiding(modules: Iterable[ModuleType], names: Mapping[str, Any]) -> Iterator[Interceptor]:
-    """Global names of ``modules`` that hide Python's built-ins, unless a module has its own."""
+    """Yield global names of ``modules`` that hide Python's built-ins, unless a module has its own."""
     return ((m, name, value) for m in modules for name, value in names.items() if name not in vars(m))

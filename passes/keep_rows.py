@@ -70,7 +70,7 @@ def _one_row(context: LowerContext) -> OneRow:
 
 
 def _versions(stage: StageGraph, context: LowerContext) -> dict[fx.Node, Made]:
-    """The versions of the stage's values, of the captured graph, that the program of one position needs."""
+    """Return the versions of the stage's values, of the captured graph, that the program of one position needs."""
     rows, program = _one_row(context), context.lowering.program
     nodes = [program.node(name) for name in stage.env]
     nodes = [node for node in nodes if node in rows.needed]
@@ -104,7 +104,7 @@ def _is_kept(version: Placement, made: Option | Placement) -> bool:
 
 
 def _is_along(placement: Placement, cut: Option | Placement) -> bool:
-    """Whether a type over tp shards the very dim of the positions: sequence parallelism."""
+    """Return whether a type over tp shards the very dim of the positions: sequence parallelism."""
     return isinstance(cut, Placement) and placement.is_sharded and cut.is_sharded and placement.dim == cut.dim
 
 
@@ -152,7 +152,7 @@ class _Writer:
     # ---- ops
 
     def _computed(self, node: fx.Node, option: Option) -> fx.Node:
-        """The op of a version: as it stands in the stage, over the versions of its operands that it reads."""
+        """Return the op of a version: as it stands in the stage, over the versions of its operands that it reads."""
         wanted = {n: as_version(t) for n, t in zip(node.all_input_nodes, option.args, strict=True)}
         return self._copied(self.stage.env[node.name], node, option, wanted)
 
@@ -173,7 +173,7 @@ class _Writer:
         return new
 
     def _read(self, value: fx.Node, reader: fx.Node, wanted: Mapping[fx.Node, Placement]) -> fx.Node:
-        """The version of an operand, through the changes of its type over tp."""
+        """Return the version of an operand, through the changes of its type over tp."""
         captured = self.captured.get(value)
         if captured is not None and (made := self.made.get((captured, wanted.get(captured, R)))) is not None:
             return made
@@ -302,8 +302,8 @@ class _Writer:
 
 
 def _resized(local: Any, whole: Any, cut: Any, node: fx.Node, tp: int) -> Any:
-    """An argument of a rank, ``whole`` in the captured graph, where one position changes it to ``cut``. ``tp``: ranks
-    over which the positions are sharded."""
+    """Return an argument of a rank, ``whole`` in the captured graph, where one position changes it to ``cut``. ``tp``:
+    ranks over which the positions are sharded."""
     if isinstance(whole, (list, tuple)):
         return [_resized(a, b, c, node, tp) for a, b, c in zip(local, whole, cut, strict=True)]
     if whole == cut or local == -1:

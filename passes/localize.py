@@ -45,7 +45,7 @@ NAMES_IN_CODE: dict[str, tuple[str, type]] = {
 
 
 def insert_collectives(stage: StageGraph, context: LowerContext) -> None:
-    """One call for each change, right after its value, shared by all its readers."""
+    """Insert one call for each change, right after its value, shared by all its readers."""
     lowering = context.lowering
     for name, node in stage.env.items():
         captured = lowering.program.node(name)
@@ -100,7 +100,7 @@ def localize(stage: StageGraph, context: LowerContext) -> None:
 
 
 def _groups(scene: Scene) -> None:
-    """Convolutions and norms by groups of channels: this rank's share of the groups."""
+    """Give convolutions and norms by groups of channels this rank's share of the groups."""
     given, channels = named(scene.node), scene.input_type(0)
     name = "groups" if "groups" in given else "num_groups"
     scene.set_named(name, given[name] * channels.local_size(scene.size) // sum(channels.sizes))
@@ -120,7 +120,7 @@ def _cross_entropy(scene: Scene) -> None:
 
 
 def _over_ranks(scene: Scene) -> None:
-    """The call with its axis and, if the op reads it, the full size of the sharded dim."""
+    """Write the call with its axis and, if the op reads it, the full size of the sharded dim."""
     (function, names, reads_size), given = STATISTICS[scene.node.target], named(scene.node)
     x, *rest = (given[name] for name in names.split())
     size = (int(x.meta["val"].shape[scene.input_type(0).dim]),) if reads_size else ()

@@ -36,10 +36,10 @@ MOVES = (context.local_rows, *PARTS)
 
 
 def add_loss_head(want: str) -> Callable[[StageGraph, LowerContext], None]:
-    """The pass by which the stage of the loss returns ``want``, one of passes.ops.loss_head."""
+    """Return the pass by which the stage of the loss returns ``want``, one of passes.ops.loss_head."""
 
     def add_head(stage: StageGraph, context: LowerContext) -> None:
-        """One call for each look-up of targets; their results add up, as each is zero at labels without a target."""
+        """Write a call for each look-up of targets; results add up, as each is zero at labels without a target."""
         if not stage.has_loss:
             return
         program = context.lowering.program
@@ -85,14 +85,14 @@ def _head(stage: StageGraph, context: LowerContext, labels: fx.Node, pick: Pick,
 
 
 def _summed(stage: StageGraph, value: fx.Node, function: Any, other: fx.Node) -> fx.Node:
-    """With another, or over ranks that hold other tokens."""
+    """Add ``other``, or sum over ranks that hold other tokens."""
     new = stage.call(value, function, (value, other), value.meta["val"])
     new.meta["grad"] = value.meta["grad"]
     return new
 
 
 def _places_of(stage: StageGraph, labels: fx.Node, target: fx.Node) -> fx.Node:
-    """The node of the targets' places, computed by the same calls as the targets."""
+    """Return the node of the targets' places, computed by the same calls as the targets."""
 
     def emit(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         target = part_of_places if target in PARTS else target

@@ -78,7 +78,7 @@ _OF_ONE_ROW = (name_streams, place_devices, drop_unread, gather_weights)
 def _with(
     passes: tuple[Pass, ...], *added: Callable[[StageGraph, LowerContext], None], without: Collection[Any]
 ) -> tuple[Pass, ...]:
-    """``added`` directly behind localize, and of the passes behind these none of ``without``."""
+    """Return ``passes`` with ``added`` directly behind localize, and behind these none of ``without``."""
     at = [step.run for step in passes].index(localize) + 1
     return (*passes[:at], *map(Pass, added), *(step for step in passes[at:] if step.run not in without))
 
@@ -121,7 +121,7 @@ def run_passes(
 def finish(
     context: LowerContext, stage: StageGraph, chunk: int, local: Callable[[str], LocalParameter], borders: Borders
 ) -> StageModule:
-    """The module of a stage after its passes: parameters and buffers on meta, constants on the device.
+    """Return the module of a stage after its passes: parameters and buffers on meta, constants on the device.
 
     ``local``: this rank's part of a parameter; ``borders``: values received, sent.
     """
@@ -190,7 +190,7 @@ class Differences:
 
 
 def _summary(before: tuple[_Line, ...], after: tuple[_Line, ...]) -> str:
-    """How many nodes there are, which kinds came and went, and how many calls have other arguments."""
+    """Return how many nodes there are, which kinds came and went, and how many calls have other arguments."""
     came, went = Counter(line.kind for line in after), Counter(line.kind for line in before)
     kinds = dict.fromkeys(line.kind for line in (*after, *before))
     counts = [f"{'+' if n > 0 else '−'} {abs(n)} {kind}" for kind in kinds if (n := came[kind] - went[kind])]
@@ -201,7 +201,7 @@ def _summary(before: tuple[_Line, ...], after: tuple[_Line, ...]) -> str:
 
 
 def _changes(before: tuple[_Line, ...], after: tuple[_Line, ...]) -> Iterator[tuple[str, _Line]]:
-    """Lines that went (−) and came (+), in the order of the graph."""
+    """Yield lines that went (−) and came (+), in the order of the graph."""
     matcher = SequenceMatcher(None, [x.text for x in before], [x.text for x in after], autojunk=False)
     for what, a, b, c, d in matcher.get_opcodes():
         if what != "equal":
@@ -210,7 +210,7 @@ def _changes(before: tuple[_Line, ...], after: tuple[_Line, ...]) -> Iterator[tu
 
 
 def _folded(changes: Iterator[tuple[str, _Line]]) -> Iterator[str]:
-    """The first of lines that say the same of repeated blocks, with their number."""
+    """Yield the first of lines that say the same of repeated blocks, with their number."""
     found: dict[tuple[str, str], list[str]] = {}
     for sign, line in changes:
         found.setdefault((sign, line.same), []).append(line.text)
@@ -220,7 +220,7 @@ def _folded(changes: Iterator[tuple[str, _Line]]) -> Iterator[str]:
 
 
 def extract(context: LowerContext, index: int) -> StageGraph:
-    """The part of the graph that stage ``index`` computes."""
+    """Return the part of the graph that stage ``index`` computes."""
     lowering = context.lowering
     program, stages, denominators = lowering.program, lowering.stages, lowering.denominators
     stage = StageGraph(index, fx.Graph(), nn.Module())
@@ -255,7 +255,7 @@ def _place(stage: StageGraph, origin: fx.Node, node: fx.Node) -> None:
 
 
 def _attribute(stage: StageGraph, program: Program, node: fx.Node) -> None:
-    """A parameter, buffer or constant becomes an attribute of the stage module."""
+    """Make a parameter, buffer or constant an attribute of the stage module."""
     name = node.name
     if name in program.parameters:
         stage.parameters[name] = name

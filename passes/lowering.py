@@ -42,7 +42,7 @@ NO_DOCUMENTS = Documents()
 
 
 def find_documents(program: Program, inputs: Collection[str], mean: int | None) -> Documents:
-    """Attentions without dropout, with a mask made of one of ``inputs`` (keys of the batch), by no weight.
+    """Return attentions without dropout, with a mask made of one of ``inputs`` (keys of the batch), by no weight.
 
     ``mean``: None for as long as the sequence.
     """

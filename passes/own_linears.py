@@ -40,7 +40,8 @@ PRODUCTS = (linear, column_linears, gathered_linears, grouped_linear)
 
 
 def overlap_f(stage: StageGraph, context: LowerContext) -> None:
-    """Only if no other op reads f: its gradient then comes from these products alone."""
+    """Fuse products with the f or the gather that they read, if no other op reads it: all of its gradient comes from
+    them."""
     owner = regions_on(stage.index, context.regions)
     for node in [n for n in stage.graph.nodes if n.op == "call_function" and n.target in (f, gather)]:
         readers = list(node.users)
@@ -69,7 +70,7 @@ def overlap_f(stage: StageGraph, context: LowerContext) -> None:
 
 
 def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """(value, weight, bias or None) of a product of two matrices; None for anything else."""
+    """Return (value, weight, bias or None) of a product of two matrices; None for anything else."""
     if node.op != "call_function" or node.target not in WITH_WEIGHT or node.kwargs:
         return None
     args: Any = node.args
@@ -78,9 +79,8 @@ def operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
 
 
 def _held(reader: fx.Node, x: fx.Node | None = None) -> tuple[Any, Any] | None:
-    """(weight, bias) of a product of ``x``, or of any value, with a parameter of its own; None for anything else: a
-    weight that is cast or sliced before stays with autograd.
-    """
+    """Return (weight, bias) of a product of ``x``, or of any value, with a parameter of its own; None for anything
+    else: a weight that is cast or sliced before stays with autograd."""
     value, *held = operands(reader) or (None, None, None)
     is_held = all(n is None or (isinstance(n, fx.Node) and n.op == "get_attr") for n in held)
     is_product = isinstance(value, fx.Node) and x in (value, None) and is_held
@@ -88,7 +88,7 @@ def _held(reader: fx.Node, x: fx.Node | None = None) -> tuple[Any, Any] | None:
 
 
 def own_linears(stage: StageGraph, context: LowerContext) -> None:
-    """Every product with a parameter."""
+    """Rewrite every product with a parameter."""
     owner, home = regions_on(stage.index, context.regions), homes(context.regions)
     for node in stage.graph.nodes:
         _regroup(node)
@@ -131,7 +131,7 @@ def _reads_a_graph(node: fx.Node, stage: StageGraph, context: LowerContext, home
 
 
 def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:
-    """Attribute of each parameter → how often a backward of the whole graph gives its gradient.
+    """Count for the attribute of each parameter how often a backward of the whole graph gives its gradient.
 
     Each product that knows places gives its own; all other readers together give theirs by autograd, once. A reader
     that no backward reaches, such as a product that is only compared with 0, gives none: a bucket would wait for it.
@@ -146,14 +146,14 @@ def contributions(module: nn.Module, graph: fx.Graph) -> Counter[str]:
 
 
 def reached_by_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes from which a way leads to an output on which no op ends the gradient, themselves neither."""
+    """Return the nodes from which a way leads to an output on which no op ends the gradient, themselves neither."""
     return set(
         walks.walk(graph.find_nodes(op="output"), walks.operands, into=lambda node: not _ends_the_gradient(node))
     )
 
 
 def _ends_the_gradient(node: fx.Node) -> bool:
-    """Comparisons, positions, detached values and those of a shape alone. Unsure: False."""
+    """Return whether a call is a comparison, a position, a detached value or one of a shape alone. Unsure: False."""
     if node.op != "call_function":
         return False
     packet = packet_of(node.target)
@@ -162,14 +162,14 @@ def _ends_the_gradient(node: fx.Node) -> bool:
 
 
 def _reads(user: fx.Node, value: fx.Node, module: nn.Module) -> list[bool]:
-    """For each read of ``value`` by an op, in a region by each op of it: whether it is by a product of ours."""
+    """Return for each read of ``value`` by an op, in a region by each op of it, whether it is by a product of ours."""
     if user.target is run_region:
         return _reads_in_region(user, value, module)
     return [knows_places(user, module)] * _times(user, value)
 
 
 def knows_places(call: fx.Node, module: nn.Module) -> bool:
-    """Whether a call is a product of ours, which gives the gradients of its weights without autograd."""
+    """Return whether a call is a product of ours, which gives the gradients of its weights without autograd."""
     last: Any = call.args[-1] if call.op == "call_function" and call.args else None
     handle = getattr(module, str(last.target), None) if isinstance(last, fx.Node) and last.op == "get_attr" else None
     return isinstance(handle, WeightGradients)
@@ -183,6 +183,6 @@ def _reads_in_region(user: fx.Node, value: fx.Node, module: nn.Module) -> list[b
 
 
 def _times(user: fx.Node, parameter: fx.Node) -> int:
-    """How often an op reads a parameter."""
+    """Return how often an op reads a parameter."""
     listed = [v for arg in user.args for v in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     return max(1, sum(value is parameter for value in listed))

@@ -17,7 +17,7 @@ from passes.types.types import Placement
 
 
 def axis_of(expert: ExpertPart | None) -> str:
-    """The axis over which a parameter has its placement: experts with axes of their own are cut over etp."""
+    """Return the axis over which a parameter has its placement: experts with axes of their own are cut over etp."""
     return "tp" if expert is None else "etp"
 
 
@@ -60,7 +60,7 @@ class LocalParameter:
         return self.placement.has_whole_segment and self.axis in self.partial_over
 
     def whole_runs(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the local sharded dim that are replicated over its axis, of ``size``."""
+        """Return the half-open ranges of the local sharded dim that are replicated over its axis, of ``size``."""
         runs, start = [], 0
         for segment in self.placement.segments:
             stop = start + segment.local(size)

@@ -32,7 +32,7 @@ Env = dict[fx.Node, fx.Node]
 
 
 def cut_regions(stage: StageGraph, context: LowerContext) -> None:
-    """One call a region, as early as its inputs allow."""
+    """Make one call of each region, as early as its inputs allow."""
     owner = regions_on(stage.index, context.regions)
     if not owner:
         return
@@ -50,7 +50,7 @@ def cut_regions(stage: StageGraph, context: LowerContext) -> None:
 
 
 def region_of(node: fx.Node, owner: dict[str, Region]) -> Region | None:
-    """The region of a node of the lowered graph; None outside of all regions."""
+    """Return the region of a node of the lowered graph; None outside of all regions."""
     if node.op != "call_function":
         return None
     change = node.meta.get("change")
@@ -86,13 +86,14 @@ def _planned(listed: dict[Any, BoundaryPlan], node: fx.Node) -> BoundaryPlan:
 
 
 def key_of_value(node: fx.Node) -> tuple[str, Placement]:
-    """The captured name of a value, and the type in which it is here."""
+    """Return the captured name of a value, and the type in which it is here."""
     change = node.meta.get("change")
     return node.meta["origin"] if change is None else change.value, node.meta["placement"]
 
 
 def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
-    """One call a piece, as early as its inputs allow, in the graph that holds it: the stage's, or a region's."""
+    """Make one call of each piece, as early as its inputs allow, in the graph that holds it: the stage's, or a
+    region's."""
     mine = {piece.index: piece for piece in context.pieces if piece.stage == stage.index}
     if not mine:
         return
@@ -105,14 +106,14 @@ def compile_pieces(stage: StageGraph, context: LowerContext) -> None:
 
 
 def calls_in(graph: fx.Graph, root: nn.Module) -> list[CompiledCall]:
-    """The pieces of a stage, also of those in captured regions."""
+    """Return the pieces of a stage, also of those in captured regions."""
     graphs = [(graph, root), *((region.module.graph, region.module) for region in regions_in(graph, root))]
     marks = ((graph.find_nodes(op="call_function", target=run_piece), root) for graph, root in graphs)
     return [getattr(root, node.args[0].target) for nodes, root in marks for node in nodes]
 
 
 def _rewritten(graph: fx.Graph, root: nn.Module, pieces: dict[int, CompiledPiece]) -> Env:
-    """Of each node that is left, the node of the new graph."""
+    """Map each node that is left to the node of the new graph."""
     owner = {name: piece.index for piece in pieces.values() for name in piece.nodes}
     members: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -133,7 +134,7 @@ def _with_calls(graph: fx.Graph, members: dict[int, list[fx.Node]], call: Callab
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node is an op as captured: no collective, no call of ours, no value that a region gives."""
+    """Return whether a node is an op as captured: no collective, no call of ours, no value that a region gives."""
     is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
     return node.op == "call_function" and is_op and "change" not in node.meta and not comes_of_region(node)
 
@@ -176,7 +177,7 @@ def _in_order(graph: fx.Graph, members: dict[int, list[fx.Node]]) -> list[fx.Nod
 
 
 def module_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequence[fx.Node]) -> fx.GraphModule:
-    """A graph of copies of ``members``: arguments ``read``, results ``left``."""
+    """Return a graph of copies of ``members``: arguments ``read``, results ``left``."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in read:
         env[node] = graph.placeholder(node.name)
@@ -188,11 +189,11 @@ def module_of(members: Sequence[fx.Node], read: Sequence[fx.Node], left: Sequenc
 
 
 def regions_in(graph: fx.Graph, root: nn.Module) -> list[RegionCall]:
-    """The captured parts of a stage, each with a graph of its own."""
+    """Return the captured parts of a stage, each with a graph of its own."""
     return [getattr(root, node.args[0].target) for node in graph.find_nodes(op="call_function", target=run_region)]
 
 
 def comes_of_region(node: fx.Node) -> bool:
-    """Whether a node is the call of a captured part, or one of the values that it gives."""
+    """Return whether a node is the call of a captured part, or one of the values that it gives."""
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
     return made.target is run_region

@@ -109,7 +109,7 @@ def drop_unread(stage: StageGraph, context: LowerContext) -> None:
 
 
 def loses_logits(node: fx.Node) -> bool:
-    """Whether a cross-entropy may overwrite its logits: in no half precision, and if it is their only reader.
+    """Return whether a cross-entropy may overwrite its logits: in no half precision, and if it is their only reader.
 
     The op that makes them must allocate them, and not read them in its backward. The target [n] are classes:
     probabilities of classes stay with torch.

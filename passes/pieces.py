@@ -101,7 +101,7 @@ _Home = TypeVar("_Home")
 
 
 def home_of(change: TypeChange, owner: Mapping[str, _Home]) -> _Home | None:
-    """The region (or other part of the graph) in which a change of type runs; None outside of all.
+    """Return the region (or other part of the graph) in which a change of type runs; None outside of all.
 
     A gathered value never crosses a border in full.
     """
@@ -114,13 +114,13 @@ def home_of(change: TypeChange, owner: Mapping[str, _Home]) -> _Home | None:
 
 
 def regions_on(stage: int, regions: Sequence[Region]) -> dict[str, Region]:
-    """Captured name → the captured region of a stage that holds it."""
+    """Map each captured name to the captured region of a stage that holds it."""
     mine = [region for region in regions if region.stage == stage and not region.refused]
     return {name: region for region in mine for name in sorted(region.nodes)}
 
 
 def homes(regions: Sequence[Region]) -> frozenset[str]:
-    """The captured names of all ops that run inside a graph."""
+    """Return the captured names of all ops that run inside a graph."""
     return frozenset(name for region in regions if not region.refused for name in region.nodes)
 
 
@@ -152,7 +152,7 @@ class PieceHomes:
         return self._owner.get(name)
 
     def of_change(self, change: TypeChange) -> Piece | None:
-        """A captured region that holds a change keeps it, as lowering does."""
+        """Return the piece of a change: a captured region that holds it keeps it, as lowering does."""
         region = home_of(change, self._regions)
         return home_of(change, self._eager) if region is None else self._captured.get(region.index)
 

@@ -68,9 +68,8 @@ class _Part:
         return home is self.piece
 
     def has_insides(self, node: fx.Node) -> bool:
-        """Whether the rerun restores the op's own internal saved tensors. The compiler chooses those of a compiled
-        piece; it reruns unchanged, with a backward, so that it saves the same.
-        """
+        """Return whether the rerun restores the op's own internal saved tensors. The compiler chooses those of a
+        compiled piece; it reruns unchanged, with a backward, so that it saves the same."""
         if node.target is run_piece:
             return getattr(self.root, node.args[0].target).again  # pyright: ignore
         if node.target is gathered_linears and node.args[3]:  # its backward gathers its input again
@@ -152,7 +151,7 @@ class _Rerun:
         return fx.GraphModule(nn.Module(), graph)
 
     def _inside(self, graph: fx.Graph, rerun: fx.Node, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The op between two calls that watch it, with the first one's results as inputs."""
+        """Return the op between two calls that watch it, with the first one's results as inputs."""
         number, inputs = self.insides[node], list(node.all_input_nodes)
         if node in self.blank:
             given = [None if _is_tensor(v) else env[v] for v in inputs]

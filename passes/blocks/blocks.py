@@ -61,9 +61,8 @@ class Blocks:
         return sum(self.times) or len(self.instances)
 
     def times_of_nodes(self, program: Program) -> dict[str, int]:
-        """Node name → the number of nodes of the model that it represents, if more than one: the nodes of a block, and
-        the parameters that only it reads.
-        """
+        """Map each node name to the number of nodes of the model that it represents, if more than one: the nodes of a
+        block, and the parameters that only it reads."""
         if not self.times:
             return {}
         block_of = self.block_of()
@@ -81,12 +80,12 @@ class Blocks:
         return len({block.kind for block in self.instances})
 
     def block_of(self) -> dict[str, int]:
-        """Node name → index of the block that holds it (nodes outside of blocks are absent)."""
+        """Map each node name to the index of the block that holds it (nodes outside of blocks are absent)."""
         return {name: block.index for block in self.instances for name in block.nodes}
 
 
 def find_blocks(program: Program) -> Blocks:
-    """The blocks of ``program``; none if nothing repeats. n log n in its nodes."""
+    """Return the blocks of ``program``; none if nothing repeats. n log n in its nodes."""
     structure, recomputed = Structure(program), recomputed_nodes(program)
     groups = in_order(module_blocks(structure), structure)
     for repetition in _repetitions(program, structure, recomputed):
@@ -104,7 +103,7 @@ def find_blocks(program: Program) -> Blocks:
 
 
 def in_order(groups: list[Group], structure: Structure) -> list[Group]:
-    """In the order in which they end: ops of a block on its weights alone may come long before it."""
+    """Sort groups by their last call: ops of a block on its weights alone may come long before it."""
     return sorted(groups, key=lambda group: structure.order[group.nodes[-1]])
 
 
@@ -192,7 +191,7 @@ class _Choice:
         return self._crossing(self.touching, self.groups)
 
     def _crossing(self, own: list[Group], groups: list[Group]) -> float:
-        """The median of the bytes that cross a cut between two of ``own``, if ``groups`` are the blocks."""
+        """Return the median of the bytes that cross a cut between two of ``own``, if ``groups`` are the blocks."""
         groups = in_order(groups, self.structure)
         block_of = {node.name: i for i, group in enumerate(groups) for node in group.nodes}
         live = live_values(anchors(self.program, block_of, self.recomputed), len(groups))
@@ -205,7 +204,8 @@ class _Choice:
 
 
 def _paths(program: Program, structure: Structure, groups: list[Group]) -> list[str]:
-    """For display: a call's own path, else the common prefix of the names of the parameters that a block reads."""
+    """Return a name of each block for display: a call's own path, else the common prefix of the names of its
+    parameters."""
     read = [
         frozenset(fqn for node in structure.externals(group) if (fqn := program.parameters.get(node.name)))
         for group in groups
@@ -237,7 +237,7 @@ class Places:
         self._block = {name: block.path for block in blocks.instances for name in block.nodes}
 
     def where(self, node: fx.Node) -> Where:
-        """Module and the user's line of a node; a parameter has the place of its first reader."""
+        """Return the module and the user's line of a node; a parameter has the place of its first reader."""
         if node.op == "placeholder" and node.users:
             node = next(iter(node.users))
         trace = node.meta.get("stack_trace") or ""
@@ -249,10 +249,10 @@ class Places:
         return str(self.where(node))
 
     def block(self, node: fx.Node) -> str:
-        """The path of the block that holds a node; "" outside of blocks."""
+        """Return the path of the block that holds a node; "" outside of blocks."""
         return self._block.get(node.name, "")
 
 
 def glob_of(fqn: str) -> str:
-    """A dotted name with a star for each number: the same module in every block."""
+    """Return a dotted name with a star for each number: the same module in every block."""
     return _NUMBER.sub("*", fqn)

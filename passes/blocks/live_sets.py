@@ -24,12 +24,12 @@ _PARAMETER, _BATCH, _SENT = 1, 2, 4
 
 
 def needed_nodes(program: Program) -> set[fx.Node]:
-    """The nodes that the loss depends on, itself included."""
+    """Return the nodes that the loss depends on, itself included."""
     return ancestors([program.node(program.loss)])
 
 
 def recomputed_nodes(program: Program) -> set[fx.Node]:
-    """The calls that every stage with a reader computes for itself."""
+    """Return the calls that every stage with a reader computes for itself."""
     flags: dict[fx.Node, int] = {}
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":
@@ -40,9 +40,8 @@ def recomputed_nodes(program: Program) -> set[fx.Node]:
 
 
 def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
-    """The dependencies of ``node`` as flags; _SENT once it is random, reads parameters and batch, or multiplies by
-    parameters.
-    """
+    """Return the dependencies of ``node`` as flags; _SENT once it is random, reads parameters and batch, or multiplies
+    by parameters."""
     flag = 0
     for operand in node.all_input_nodes:
         flag |= flags[operand]
@@ -52,7 +51,7 @@ def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
 
 
 def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node]) -> dict[fx.Node, int]:
-    """Call → index of a block; it runs in that block's stage. Recomputed calls have none.
+    """Map each call to the index of a block; it runs in that block's stage. Recomputed calls have none.
 
     A value that depends on no block goes to the first block, unless its first reader comes later and its inputs are not
     needed sooner: then it goes there (a decoder's own embedding).
@@ -69,7 +68,7 @@ def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.No
 
 
 def needed_anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node]) -> dict[fx.Node, int]:
-    """Of the calls that the loss depends on."""
+    """Return the anchors of the calls that the loss depends on."""
     needed = needed_nodes(program)
     return {node: block for node, block in anchors(program, block_of, recomputed).items() if node in needed}
 
@@ -94,7 +93,7 @@ def _move_late(
 def _groups_before_blocks(
     calls: list[fx.Node], block_of: Mapping[str, int], recomputed: set[fx.Node]
 ) -> list[set[fx.Node]]:
-    """The connected groups of those calls that neither are in a block nor depend on one, in graph order."""
+    """Return the connected groups of those calls that neither are in a block nor depend on one, in graph order."""
     free: dict[fx.Node, None] = {}
     for node in calls:
         sent = [n for n in node.all_input_nodes if n.op == "call_function" and n not in recomputed]
@@ -143,7 +142,7 @@ def before_and_after_blocks(
 
 
 def stages_of_copies(program: Program, stage: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
-    """Placeholder or recomputed call → every stage that reads it (none if the loss does not depend on it).
+    """Map each placeholder or recomputed call to every stage that reads it (none if the loss does not depend on it).
 
     ``stage`` holds the other calls that the loss depends on.
     """
@@ -157,7 +156,7 @@ def stages_of_copies(program: Program, stage: Mapping[fx.Node, int]) -> dict[fx.
 
 
 def live_values(stage: Mapping[fx.Node, int], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """For each of the ``num_stages - 1`` cuts the names of the values that cross it, in graph order.
+    """Return for each of the ``num_stages - 1`` cuts the names of the values that cross it, in graph order.
 
     ``stage`` is in graph order. A value read two cuts later passes through the stage between.
     """

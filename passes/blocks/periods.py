@@ -54,7 +54,7 @@ class BlockRun:
 
 
 def live_bytes(edges: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
-    """Bytes of the values made before and read at or after each position, [n + 1]."""
+    """Return the bytes of the values made before and read at or after each position, [n + 1]."""
     last = np.arange(len(num_bytes))
     np.maximum.at(last, edges[:, 0], edges[:, 1])
     change = np.zeros(len(num_bytes) + 2, dtype=np.int64)
@@ -64,7 +64,7 @@ def live_bytes(edges: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
 
 
 def find_runs(flow: Flow) -> list[list[BlockRun]]:
-    """The repetitions in ``flow``, runs of one period together (the layers of two towers), heaviest first."""
+    """Return the repetitions in ``flow``, runs of one period together (the layers of two towers), heaviest first."""
     tokens, found = flow.tokens.copy(), []
     while runs := _best(flow, tokens):
         found.append(runs)
@@ -134,7 +134,7 @@ def _joined(equal: np.ndarray, period: int) -> list[list[int]]:
 
 
 def _cleanest(flow: Flow, start: int, stop: int, period: int) -> BlockRun:
-    """The phase with the fewest bytes across its cuts; of those about equal the one with the most blocks."""
+    """Return the phase with the fewest bytes across its cuts; of those about equal the one with the most blocks."""
     most, spare = divmod(stop - start, period)
     options = []
     for count, phases in ((most, np.arange(spare + 1)), (most - 1, np.arange(spare + 1, period))):
@@ -149,12 +149,13 @@ def _cleanest(flow: Flow, start: int, stop: int, period: int) -> BlockRun:
 
 
 def _median(crossing: np.ndarray) -> np.ndarray:
-    """Of the bytes across cuts [cuts, …]; a value that passes through a part of the blocks only does not count."""
+    """Return the median over cuts of their bytes [cuts, …]; a value that passes only a part of the blocks does not
+    count."""
     return np.sort(crossing, axis=0)[len(crossing) // 2]
 
 
 def _is_chain(flow: Flow, run: BlockRun) -> bool:
-    """Whether most blocks read values of the block before them."""
+    """Return whether most blocks read values of the block before them."""
     block = (flow.edges - run.start) // run.period
     follows = (block[:, 1] == block[:, 0] + 1) & (block[:, 0] >= 0) & (block[:, 1] < run.count)
     return 2 * len(np.unique(block[follows, 1])) > run.count - 1

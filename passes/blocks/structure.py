@@ -66,13 +66,13 @@ class Structure:
         self._kinds: dict[Group, Any] = {}
 
     def _signature(self, node: fx.Node) -> int:
-        """Hash of a node by itself; also notes its operands, in order and with repetition."""
+        """Return the hash of a node by itself; also notes its operands, in order and with repetition."""
         operands = self.operands[node] = []
         arguments = _skeleton((node.args, dict(node.kwargs)), operands)
         return hash((str(node.target), arguments, _value_key(node)))
 
     def kind(self, group: Group) -> Any:
-        """Hash of the structure of ``group``."""
+        """Return the hash of the structure of ``group``."""
         if group not in self._kinds:
             position = {node: i for i, node in enumerate(group.nodes)}
             outside = self.externals(group)
@@ -90,7 +90,7 @@ class Structure:
         return self._kinds[group]
 
     def externals(self, group: Group) -> dict[fx.Node, int]:
-        """The outside inputs of ``group``, numbered in order of first reading."""
+        """Return the outside inputs of ``group``, numbered in order of first reading."""
         inside, found = set(group.nodes), {}
         for node in group.nodes:
             for operand in self.operands[node]:
@@ -99,7 +99,7 @@ class Structure:
         return found
 
     def representatives(self, groups: Iterable[Group]) -> dict[str, str]:
-        """Node → the node of the first group of its kind that it repeats; parameters follow their readers."""
+        """Map each node to the node of the first group of its kind that it repeats; parameters follow their readers."""
         groups = list(groups)
         first: dict[Any, Group] = {}
         same = {node.name: node.name for node in self.nodes}
@@ -120,7 +120,7 @@ def _value_key(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _skeleton(argument: Any, operands: list[fx.Node]) -> Any:
-    """An argument without its tensors and without the values of its floats (a dropout rate decides nothing)."""
+    """Return an argument without its tensors and without the values of its floats (a dropout rate decides nothing)."""
     if isinstance(argument, fx.Node):
         operands.append(argument)
         return fx.Node
@@ -139,7 +139,7 @@ CONTAINER_SHARE = 0.9
 
 
 def module_blocks(structure: Structure) -> list[Group]:
-    """The blocks that are module calls: of two products or more (linears, attention), else of one."""
+    """Return the blocks that are module calls: of two products or more (linears, attention), else of one."""
     search = _Search(structure)
     root = _call_tree(structure.flops)
     return search.below(root, 2) or search.below(root, 1)
@@ -153,7 +153,7 @@ class _Search:
         self._is_container: dict[Any, bool] = {}
 
     def below(self, call: Group, least: int) -> list[Group]:
-        """The blocks below ``call``; a block has at least ``least`` products (linears, attention)."""
+        """Return the blocks below ``call``; a block has at least ``least`` products (linears, attention)."""
         members = self._members(call, least)
         found = []
         for child in call.children.values():
@@ -166,7 +166,7 @@ class _Search:
         return found
 
     def _only_contains(self, call: Group, least: int) -> bool:
-        """Whether ``call`` is a container of repeated blocks rather than a block; decided once for each kind."""
+        """Return whether ``call`` is a container of repeated blocks rather than a block; decided once for each kind."""
         kind = self.kind(call)
         if kind not in self._is_container:
             self._is_container[kind] = False  # a call inside itself is not looked into again
@@ -177,7 +177,7 @@ class _Search:
         return self._is_container[kind]
 
     def _members(self, parent: Group, least: int) -> set[Group]:
-        """The child calls of ``parent`` that are blocks: repeated kinds, and others in a list with them."""
+        """Return the child calls of ``parent`` that are blocks: repeated kinds, and others in a list with them."""
         children = [c for c in parent.children.values() if c.num_products >= least]
         if not children:
             return set()
@@ -201,7 +201,7 @@ class _Search:
 
 
 def _call_tree(flops_of: Mapping[fx.Node, int]) -> Group:
-    """The calls that nodes were traced in, below one root; a module called again is another call."""
+    """Return the calls that nodes were traced in, below one root; a module called again is another call."""
     root = Group("")
     for node, flops in flops_of.items():
         if node.op != "call_function":
@@ -217,7 +217,7 @@ def _call_tree(flops_of: Mapping[fx.Node, int]) -> Group:
 
 
 def _reach(parent: Group, children: list[Group]) -> dict[Group, int]:
-    """For each child call a bit mask of the child calls that it depends on, itself included."""
+    """Return for each child call a bit mask of the child calls that it depends on, itself included."""
     bit = {node: 1 << i for i, child in enumerate(children) for node in child.nodes}
     mask: dict[fx.Node, int] = {}
     for node in parent.nodes:
@@ -233,13 +233,13 @@ def _reach(parent: Group, children: list[Group]) -> dict[Group, int]:
 
 
 def _follow(calls: list[Group], reach: dict[Group, int]) -> bool:
-    """Whether most calls depend on the one before: a chain, not things side by side."""
+    """Return whether most calls depend on the one before: a chain, not things side by side."""
     position = {call: i for i, call in enumerate(reach)}
     linked = sum(bool(reach[b] >> position[a] & 1) for a, b in pairwise(calls))
     return 2 * linked > len(calls) - 1
 
 
 def _between(siblings: list[Group], members: set[Group]) -> list[Group]:
-    """The siblings from the first member to the last."""
+    """Return the siblings from the first member to the last."""
     at = [i for i, call in enumerate(siblings) if call in members]
     return siblings[at[0] : at[-1] + 1] if at else []

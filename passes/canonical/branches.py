@@ -62,7 +62,7 @@ def _branches_of(cat: fx.Node) -> Branches | None:
 
 
 def equal_branches(leaves: Any) -> Branches | None:
-    """The branches that end in ``leaves``, one each; None if there are too few, or they differ."""
+    """Return the branches that end in ``leaves``, one each; None if there are too few, or they differ."""
     if len(leaves) < FEWEST or len({shape_of(leaf) for leaf in leaves}) > 1:
         return None
     found = Branches(len(leaves))
@@ -70,7 +70,7 @@ def equal_branches(leaves: Any) -> Branches | None:
 
 
 def _are_equal(nodes: tuple[fx.Node, ...], found: Branches, seen: set[fx.Node]) -> bool:
-    """Whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
+    """Return whether ``nodes``, one of each branch, apply equal ops to the branches' inputs; notes these inputs."""
     first = nodes[0]
     if first in seen:
         return True
@@ -92,7 +92,7 @@ def _are_equal(nodes: tuple[fx.Node, ...], found: Branches, seen: set[fx.Node]) 
 
 
 def _same_call(nodes: tuple[fx.Node, ...]) -> bool:
-    """Calls of one op with equal plain arguments, each read by its own branch alone."""
+    """Return whether nodes call one op with equal plain arguments, and each branch has a call of its own."""
     first = nodes[0]
     keys = {
         (n.op, n.target, str(fx.map_arg((n.args, n.kwargs), lambda _: None)), str(shape_of(n)))
@@ -103,13 +103,13 @@ def _same_call(nodes: tuple[fx.Node, ...]) -> bool:
 
 
 def _are_pieces(nodes: tuple[fx.Node, ...], whole: fx.Node, dim: int) -> bool:
-    """Whether ``nodes``, in order, are ``whole`` in as many equal parts along ``dim``."""
+    """Return whether ``nodes``, in order, are ``whole`` in as many equal parts along ``dim``."""
     step, rest = divmod(shape_of(whole)[dim], len(nodes))
     return not rest and all(cut_of(n) == (whole, dim, i * step, (i + 1) * step) for i, n in enumerate(nodes))
 
 
 def _batched(cat: fx.Node, branches: Branches, copy_body: CopyBody) -> fx.Node | None:
-    """All branches at once, written before ``cat``; None if an op of theirs cannot be batched."""
+    """Return all branches at once, written before ``cat``; None if an op of theirs cannot be batched."""
     num, dim, reads = branches.num, dim_of_cat(cat), branches.reads
 
     def branch(*values: torch.Tensor) -> Any:

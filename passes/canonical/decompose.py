@@ -23,9 +23,9 @@ from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from passes.canonical.emit import Emit, Rewrite, applied, table, viewed, viewed_back
+from passes.canonical.emit import table
 from passes.errors import PlanError
-from passes.program.ops.aten import aten, named, nodes_in, packet_of, shape_of
+from passes.program.ops.aten import aten, nodes_in, packet_of, shape_of
 from passes.program.source_lines import where_of
 from passes.rules.table import runs_in_steps
 
@@ -56,7 +56,7 @@ def _multilabel_margin(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
 
 
 def _cosine_embedding(a: Tensor, b: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 1) -> Tensor:
-    """1 − cos(a, b) of rows with target 1, max(0, cos(a, b) − margin) of those with −1."""
+    """Return 1 − cos(a, b) of rows with target 1, max(0, cos(a, b) − margin) of those with −1."""
     norms = ((a * a).sum(-1) + _SMALL) * ((b * b).sum(-1) + _SMALL)
     cosine = (a * b).sum(-1) / norms.sqrt()
     apart = functional.relu(cosine - margin).masked_fill(target != -1, 0.0)
@@ -82,7 +82,7 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 
 def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule: HasRule) -> fx.GraphModule | None:
-    """The graph that defines the call ``node``, over its tensor arguments in order; None if it stays a call.
+    """Return the graph that defines the call ``node``, over its tensor arguments in order; None if it stays a call.
 
     ``spellings``: ops that canonical form rewrites, and which therefore need no rule.
     ``has_rule``: whether an op has a rule.
@@ -106,24 +106,24 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
 
 
 def _is_stack(target: torch._ops.OpOverload) -> bool:
-    """Whether an op joins tensors under another name than cat and stack; ids and masks are joined so too."""
+    """Return whether an op joins tensors under another name than cat and stack; ids and masks are joined so too."""
     return target._opname.endswith("stack")
 
 
 def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:
-    """The decompositions of an op's parts that have no rule, and need one."""
+    """Return the decompositions of an op's parts that have no rule, and need one."""
     unknown = {op: how for op, how in decomposition_table.items() if op not in spellings and not has_rule(op)}
     ops = [op for op in unknown if isinstance(op, torch._ops.OpOverload)]
     return {op: unknown[op] for op in ops if _reads(op)}
 
 
 def _reads(op: Any) -> bool:
-    """Whether it has tensors as inputs: any other call needs no rule."""
+    """Return whether it has tensors as inputs: any other call needs no rule."""
     return not isinstance(op, torch._ops.OpOverload) or any("Tensor" in str(a.type) for a in op._schema.arguments)
 
 
 def _sides(x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> list[Tensor]:
-    """[b, gates · h] each."""
+    """Return the gates of the input and of the state, [b, gates · h] each."""
     return [functional.linear(x, w_ih, b_ih), functional.linear(hidden, w_hh, b_hh)]
 
 
@@ -146,13 +146,13 @@ def _plain_cell(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def _glu(x: Tensor, dim: int = -1) -> Tensor:
-    """Each half is a segment of its own."""
+    """Write out glu: each half is a segment of its own."""
     a, b = x.chunk(2, dim)
     return a * b.sigmoid()
 
 
 def _cosine(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
+    """Return Σ of x/‖x‖ · y/‖y‖ along the dim; a norm is at least eps."""
     units = [x / torch.linalg.vector_norm(x, 2, [dim], True).clamp_min(eps) for x in (a, b)]
     return (units[0] * units[1]).sum([dim])
 
@@ -171,8 +171,8 @@ SPELLED: dict[Any, Callable[..., Any]] = table(
 
 
 def traced(whole: Callable[..., Any], args: Any, kwargs: Any, parts: dict[Any, Any] | None = None) -> fx.GraphModule:
-    """The graph of a function, over the tensors among its arguments in order. ``parts``: the decompositions of its ops;
-    None: it is as written."""
+    """Return the graph of a function, over the tensors among its arguments in order. ``parts``: the decompositions of
+    its ops; None: it is as written."""
     inputs = list(dict.fromkeys(nodes_in((args, kwargs))))
 
     def run(*values: Tensor) -> Any:
@@ -184,21 +184,34 @@ def traced(whole: Callable[..., Any], args: Any, kwargs: Any, parts: dict[Any, A
     return make_fx(run, parts or {}, "real", pre_dispatch=parts is None)(*values)
 
 
-def _embedding_bag(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    given = named(node, args, kwargs)
+Written = tuple[Callable[..., Any], tuple[Any, ...]] | None  # a function of tensors, and its arguments
+
+
+def _embedding_bag(node: fx.Node, given: dict[str, Any]) -> Written:
     size = _bag_size(given["offsets"], shape_of(given["indices"])[0])
     if size is None or given["include_last_offset"]:
-        return emit(node.target, args, kwargs, node.meta["val"])
+        return None
     if given["scale_grad_by_freq"]:
         raise frequency_scaled(node)
-    ids = viewed_back(emit, given["indices"], [-1, size])
-    rows, kept = applied(emit, aten.embedding.default, given["weight"], ids), None
-    if given.get("padding_idx") is not None and given["padding_idx"] >= 0:
-        kept = applied(emit, aten.unsqueeze.default, applied(emit, aten.ne.Scalar, ids, given["padding_idx"]), -1)
-    if given["per_sample_weights"] is not None:
-        weights = viewed_back(emit, given["per_sample_weights"], [-1, size])
-        rows = applied(emit, aten.mul.Tensor, rows, viewed(emit, weights, [*shape_of(weights), 1]))
-    return _of_bag(emit, rows, kept, given["mode"]), None, None, None
+    names = ("weight", "indices", "per_sample_weights", "mode", "padding_idx")
+    return lambda *read: (_of_bags(size, *read), None, None, None), tuple(given.get(name) for name in names)
+
+
+def _of_bags(
+    size: int, weight: Tensor, indices: Tensor, scales: Tensor | None, mode: int, padding_idx: int | None
+) -> Tensor:
+    """Reduce ids [b · l] to bags [b, h]; a bag in which no row is kept is 0."""
+    ids = indices.view(-1, size)
+    rows = functional.embedding(ids, weight)
+    rows = rows if scales is None else rows * scales.view(-1, size, 1)
+    if padding_idx is None or padding_idx < 0:
+        return rows.amax(1) if mode == _MAX else rows.mean(1) if mode == _MEAN else rows.sum(1)
+    kept = (ids != padding_idx).unsqueeze(-1)
+    dropped = kept.logical_not()
+    if mode == _MAX:
+        return rows.masked_fill(dropped, -math.inf).amax(1).masked_fill(dropped.all(1), 0.0)
+    total = rows.masked_fill(dropped, 0.0).sum(1)
+    return total if mode == _SUM else total / kept.sum(1).clamp(1)
 
 
 def frequency_scaled(node: fx.Node) -> PlanError:
@@ -211,53 +224,35 @@ def frequency_scaled(node: fx.Node) -> PlanError:
 
 
 def _bag_size(offsets: fx.Node, length: int) -> int | None:
-    """The length of all bags, if they begin at multiples of it."""
+    """Return the length of all bags, if they begin at multiples of it."""
     bounds: Any = offsets.args if offsets.target is aten.arange.start_step else ()
     begins = tuple(bounds[:2]) == (0, length) and len(bounds) == 3 and bounds[2] > 0 and length % bounds[2] == 0
     return int(bounds[2]) if begins else None
 
 
-def _of_bag(emit: Emit, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
-    """[b, l, h] → [b, h]; of a bag without a row that is kept 0."""
-    if kept is None and mode == _MAX:
-        return applied(emit, aten.amax.default, rows, [1])
-    if kept is None:
-        return applied(emit, aten.mean.dim if mode == _MEAN else aten.sum.dim_IntList, rows, [1])
-    dropped = applied(emit, aten.logical_not.default, kept)
-    if mode == _MAX:
-        kept_rows = applied(emit, aten.masked_fill.Scalar, rows, dropped, -float("inf"))
-        most = applied(emit, aten.amax.default, kept_rows, [1])
-        return applied(emit, aten.masked_fill.Scalar, most, applied(emit, aten.all.dim, dropped, 1), 0.0)
-    total = applied(emit, aten.sum.dim_IntList, applied(emit, aten.masked_fill.Scalar, rows, dropped, 0.0), [1])
-    if mode == _SUM:
-        return total
-    count = applied(emit, aten.sum.dim_IntList, kept, [1])
-    return applied(emit, aten.div.Tensor, total, applied(emit, aten.clamp.default, count, 1))
-
-
-def _variance(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Σ (x − mean)² / (n − correction) along the dims, of half precision in float32."""
-    given = named(node, args, kwargs)
+def _variance(node: fx.Node, given: dict[str, Any]) -> Written:
     x, value = given["self"], given["self"].meta["val"]
     dims = sorted({d % max(1, value.dim()) for d in given.get("dim") or range(value.dim())})
     if x.meta["grad"] or 0 not in dims or not value.dim() or value.is_complex():
-        return emit(node.target, args, kwargs, node.meta["val"])
-    correction = given.get("correction", given.get("unbiased"))
+        return None
+    correction, name = given.get("correction", given.get("unbiased")), packet_of(node.target).__name__
     size = math.prod(value.shape[d] for d in dims) - (1 if correction is None else correction)
-    x = applied(emit, aten.to.dtype, x, torch.promote_types(value.dtype, torch.float32))
-    mean = applied(emit, aten.mean.dim, x, dims, True)
-    apart = applied(emit, aten.sub.Tensor, x, mean)
-    total = applied(emit, aten.sum.dim_IntList, applied(emit, aten.mul.Tensor, apart, apart), dims, True)
-    spread = applied(emit, aten.div.Tensor, total, size)
-    name = packet_of(node.target).__name__
-    spread = applied(emit, aten.sqrt.default, spread) if "std" in name else spread
-    kept = [n for d, n in enumerate(value.shape) if d not in dims]
-    found = [spread, mean] if given.get("keepdim") else [viewed(emit, n, kept) for n in (spread, mean)]
-    found = [applied(emit, aten.to.dtype, n, value.dtype) for n in found]
-    return tuple(found) if name.endswith("mean") else found[0]
+    shape = [1 if d in dims else n for d, n in enumerate(value.shape) if given.get("keepdim") or d not in dims]
+
+    def written(x: Tensor) -> Any:
+        """Return Σ (x − mean)² / size along the dims, or its root; of half precision in float32."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.mean(dims, True)
+        apart = wide - mean
+        spread = (apart * apart).sum(dims, True) / size
+        found = [n.reshape(shape).to(x.dtype) for n in (spread.sqrt() if "std" in name else spread, mean)]
+        return tuple(found) if name.endswith("mean") else found[0]
+
+    return written, (x,)
 
 
-LAYERS: dict[Any, Rewrite] = table(
+# They are written out, or stay calls, by their arguments.
+LAYERS: dict[Any, Callable[[fx.Node, dict[str, Any]], Written]] = table(
     {
         _variance: "std.default std.dim std.correction var.default var.dim var.correction "
         "std_mean.default std_mean.dim std_mean.correction var_mean.default var_mean.dim var_mean.correction",

@@ -22,25 +22,25 @@ def applied(emit: Emit, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def reshaped(emit: Emit, x: fx.Node, val: Any) -> fx.Node:
-    """``x`` seen in the shape of ``val``."""
+    """Return ``x`` seen in the shape of ``val``."""
     if shape_of(x) == tuple(val.shape):
         return x
     return emit(aten.reshape.default, (x, [int(n) for n in val.shape]), {}, val)
 
 
 def viewed(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
-    """``x.reshape(shape)``."""
+    """Return ``x.reshape(shape)``."""
     return reshaped(emit, x, x.meta["val"].reshape(shape))
 
 
 def viewed_back(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node:
-    """``x.reshape(shape)``; if ``x`` is itself a view of a tensor with that shape, that tensor."""
+    """Return ``x.reshape(shape)``; if ``x`` is itself a view of a tensor with that shape, that tensor."""
     value, source = x.meta["val"].reshape(shape), x.all_input_nodes[0] if x.target is aten.reshape.default else x
     return source if shape_of(source) == tuple(value.shape) else reshaped(emit, x, value)
 
 
 def dim_of(args: list[Any], kwargs: dict[str, Any], position: int) -> int:
-    """The ``dim`` argument at ``position``, counted from the front."""
+    """Return the ``dim`` argument at ``position``, counted from the front."""
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
     return dim % max(1, args[0].meta["val"].dim())
 

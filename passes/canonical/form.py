@@ -41,7 +41,7 @@ def canonicalize(
     *,
     has_rule: HasRule,
 ) -> fx.GraphModule:
-    """A new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
+    """Return a new GraphModule in canonical form that returns the nodes named in ``outputs`` (values), in that order.
 
     ``constants``: placeholder name → value, for indices that are written as a slice. ``unread``: placeholders that
     nothing reads, left out. ``has_rule``: ops without a rule are written out if that helps (canonical.decompose).
@@ -63,7 +63,7 @@ def canonicalize(
 
 
 def _fill_alone(graph: fx.Graph) -> None:
-    """``zeros_like(x)`` and its kind by their sizes, where nothing reads values of x: x is then not computed."""
+    """Give ``zeros_like(x)`` and its kind sizes where nothing reads values of x, which is then not computed."""
     for node in graph.nodes:
         source = node.all_input_nodes[0] if node.target in VALUED and node.all_input_nodes else None
         if source is None or source.op != "call_function" or any(user.target not in VALUED for user in source.users):
@@ -105,7 +105,10 @@ class _Writer:
             raise _refused(node)
         args = fx.map_arg(node.args, lambda n: env[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
-        rewrite = REWRITES.get(node.target)
+        rewrite, layer = REWRITES.get(node.target), LAYERS.get(node.target)
+        written = layer(node, named(node, args, kwargs)) if layer is not None else None
+        if written is not None:
+            return self._write_out(traced(*written, {}), node, written[1], {})
         if (spelled := SPELLED.get(node.target)) is not None:
             return self._write_out(traced(spelled, args, kwargs), node, args, kwargs)
         if rewrite is None:
@@ -136,7 +139,7 @@ class _Writer:
 
 
 def _refused(node: fx.Node) -> PlanError:
-    """Of a call that runs graphs of its own."""
+    """Return the error of a call that runs graphs of its own."""
     own_name = getattr(node.target, "name", None)
     name = own_name() if callable(own_name) else str(node.target)
     return PlanError(
@@ -187,26 +190,26 @@ def _dropout(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
 
 
 def _native_layer_norm(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Mean and deviation, which it gives too, are for a backward that this graph does not run."""
+    """Leave out mean and deviation: they are for a backward that this graph does not run."""
     return emit(aten.layer_norm.default, args, kwargs, node.meta["val"][0]), None, None
 
 
 def _embedding(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """``sparse`` changes how the gradient is stored, not its values: the gradient of a shard is dense."""
+    """Drop ``sparse``: it changes how the gradient is stored, not its values, and that of a shard is dense."""
     if len(args) > 3 and args[3]:
         raise frequency_scaled(node)
     return emit(aten.embedding.default, tuple(args[:3]), {}, node.meta["val"])
 
 
 def _cross_entropy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Of class ids."""
+    """Rewrite a loss of class ids as one of rows."""
     if args[1].meta["val"].is_floating_point():
         return emit(node.target, args, kwargs, node.meta["val"])
     return loss_of_rows(emit, args, kwargs, node.meta["val"])
 
 
 def _new_filled(value: float | None) -> Callable[..., Any]:
-    """``x.new_ones(sizes)`` reads no value of x: a plain factory call says the same."""
+    """Replace ``x.new_ones(sizes)``, which reads no value of x, by a plain factory call."""
 
     def rewrite(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         val = node.meta["val"]
@@ -216,13 +219,13 @@ def _new_filled(value: float | None) -> Callable[..., Any]:
 
 
 def _filled(val: torch.Tensor, fill: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a factory call."""
+    """Return the arguments of a factory call."""
     sizes, filled = [int(n) for n in val.shape], bool(fill) if val.dtype == torch.bool else fill
     return (sizes, filled), {"dtype": val.dtype, "device": val.device}
 
 
 def _own_backward(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A Function of the user's takes its place; inputs and results without a gradient are detached."""
+    """Put a Function of the user's in its place; inputs and results without a gradient are detached."""
     call = recorded(args[1])
     operands = [o if r else _cut_off(emit, o) for o, r in zip(args[0], call.facts.reached, strict=True)]
     vals = list(node.meta["val"])
@@ -261,6 +264,5 @@ REWRITES: dict[Any, Callable[..., Any]] = (
     )
     | LAYOUT
     | PRODUCTS
-    | LAYERS
 )
-SPELLINGS = REWRITES.keys() | SPELLED.keys()
+SPELLINGS = REWRITES.keys() | SPELLED.keys() | LAYERS.keys()

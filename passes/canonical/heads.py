@@ -51,7 +51,7 @@ def join_heads(graph: fx.Graph, emit: Callable[..., fx.Node]) -> bool:
 
 
 def _added_up(node: fx.Node) -> list[fx.Node]:
-    """The products that a chain of sums ends in, if ``node`` is its end; in order."""
+    """Return the products that a chain of sums ends in, if ``node`` is its end; in order."""
     is_inner = len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
     if node.target is not aten.add.Tensor or is_inner:
         return []
@@ -68,7 +68,7 @@ def _terms(node: fx.Node, *, is_end: bool = True) -> list[fx.Node]:
 
 
 def _loop_of(leaves: list[fx.Node]) -> Branches | None:
-    """The equal branches that end in ``leaves``; None if they differ, or hold no product of two activations."""
+    """Return the equal branches that end in ``leaves``; None if they differ, or hold no product of two activations."""
     loop = equal_branches(leaves) if len(set(leaves)) == len(leaves) else None
     if loop is None or any(len({n.meta["grad"] for n in nodes}) > 1 for nodes in loop.own.values()):
         return None
@@ -81,13 +81,13 @@ def _loop_of(leaves: list[fx.Node]) -> Branches | None:
 
 
 def _mixes(node: fx.Node, loop: Branches) -> bool:
-    """A product of values that the branch itself made."""
+    """Return whether a call is a product of values that the branch itself made."""
     made = [n for n in node.all_input_nodes if n.meta["grad"] and (n in loop.body or n in loop.pieces)]
     return node.target is SDPA or (node.target in PRODUCTS and len(made) == len(node.all_input_nodes) == 2)
 
 
 def _is_along_named_dims(node: fx.Node) -> bool:
-    """Whether the second argument names the dims that a call mixes; each index of any other is by itself."""
+    """Return whether the second argument names the dims that a call mixes; each index of any other is by itself."""
     rule, named_dims = rule_of(node), [a.name for a in node.target._schema.arguments][1:2]  # pyright: ignore
     if rule is None or named_dims != ["dim"] or not isinstance(node.meta["val"], torch.Tensor):
         return False
@@ -104,7 +104,7 @@ class _Writer:
         self.origin = next(iter(loop.body))
 
     def result(self, end: fx.Node, leaves: list[fx.Node]) -> fx.Node:
-        """The replacement of ``end``: a concatenation, or a sum with other terms."""
+        """Return the replacement of ``end``: a concatenation, or a sum with other terms."""
         self._stack_weights()
         for piece, (source, dim) in self.loop.pieces.items():
             self.new[piece] = self._cut_in_heads(source, dim)
@@ -128,19 +128,19 @@ class _Writer:
         return x if list(shape_of(x)) == shape else self._emit(aten.reshape.default, x, shape)
 
     def _moved(self, x: fx.Node, dim: int) -> fx.Node:
-        """The first dim at place ``dim``."""
+        """Return ``x`` with its first dim at place ``dim``."""
         rest = list(range(1, len(shape_of(x))))
         return self._emit(aten.permute.default, x, [*rest[:dim], 0, *rest[dim:]]) if dim else x
 
     def _cut_in_heads(self, x: fx.Node, dim: int) -> fx.Node:
-        """[.., heads · n, ..] as [heads, .., n, ..]."""
+        """View [.., heads · n, ..] as [heads, .., n, ..]."""
         shape = list(shape_of(x))
         parted = self._view(x, [*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :]])
         order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
         return self._emit(aten.permute.default, parted, order) if dim else parted
 
     def _stack_weights(self) -> None:
-        """Of one shape together, so that one exchange moves them."""
+        """Stack weights of one shape together, so that one exchange moves them."""
         kinds: dict[Any, list[fx.Node]] = {}
         for first in self.loop.own:
             kinds.setdefault((shape_of(first), first.meta["val"].dtype, first.meta["grad"]), []).append(first)
@@ -155,7 +155,7 @@ class _Writer:
                 self.new[first] = self._view(self._emit(aten.slice.Tensor, stack, 0, i, i + 1), [self.num, *shape])
 
     def _write(self, node: fx.Node) -> None:
-        """The call over all heads; nothing if all its inputs are shared: its result is then equal for every head."""
+        """Write the call over all heads; nothing if all inputs are shared: its result is then equal for every head."""
         if not any(n in self.new for n in node.all_input_nodes):
             if draws(node.target) and node.target is not SDPA:
                 raise _Unknown
@@ -174,7 +174,7 @@ class _Writer:
             self.new[node] = self._along(node)
 
     def _aligned(self, x: fx.Node, ndim: int) -> fx.Node:
-        """A value of the heads with as many dims after the first as the result, to be broadcast."""
+        """Return a value of the heads with as many dims after the first as the result, to be broadcast."""
         if x not in self.new:
             return x
         shape = list(shape_of(x))
@@ -198,7 +198,7 @@ class _Writer:
         return self._emit(aten.expand.default, self._aligned(x, len(shape) - 1), shape)
 
     def _along(self, node: fx.Node) -> fx.Node:
-        """Ops with dims that move by one."""
+        """Write an op along named dims, which move by one."""
         x, dims, *rest = *node.args, *[None] * (2 - len(node.args))
         if not isinstance(x, fx.Node) or len(node.all_input_nodes) > 1 or node.kwargs:
             raise _Unknown
@@ -212,7 +212,8 @@ class _Writer:
         return self._emit(node.target, self.new[x], moved if given is dims else moved[0], *rest)
 
     def _attention(self, node: fx.Node) -> fx.Node:
-        """[heads, b, s, d] as [b, heads, s, d] and back; a mask that the heads share keeps its shape."""
+        """Write attention over [heads, b, s, d] as one over [b, heads, s, d]; a mask that the heads share keeps its
+        shape."""
         q, k, v, *rest = node.args
         if len(shape_of(q)) != 3 or any(isinstance(a, fx.Node) and a in self.new for a in rest):  # pyright: ignore
             raise _Unknown

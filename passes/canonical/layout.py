@@ -68,7 +68,7 @@ def _unbind(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
 
 
 def _getitem(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A piece of a split; of an unbind it still has its dim of size 1, which goes now."""
+    """Rewrite a piece of a split; that of an unbind still has its dim of size 1, which goes now."""
     source = args[0]
     if not isinstance(source, fx.Node):
         return source[args[1]]
@@ -80,7 +80,7 @@ def _getitem(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any])
 
 
 def sliced(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    """[start, end) of ``x``: of the operand of a concatenation that it lies in, and of the source of a slice."""
+    """Slice [start, end) of ``x``: of the operand of a concatenation that it lies in, and of the source of a slice."""
     args: Any = x.args
     if (start, end) == (0, shape_of(x)[dim]):
         return x
@@ -111,12 +111,12 @@ def _select(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
 
 
 def _mark_whole(x: fx.Node, dim: int) -> None:
-    """A cut is all of a dim: in a capture of one sequence, it may be one of several."""
+    """Note that a cut is all of a dim: in a capture of one sequence, it may be one of several."""
     x.meta["cut_whole"] = tuple(dict.fromkeys((*x.meta.get("cut_whole", ()), dim)))
 
 
 def _slice(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """slice and narrow with plain bounds 0 ≤ start ≤ end ≤ size."""
+    """Rewrite slice and narrow with plain bounds 0 ≤ start ≤ end ≤ size."""
     x, dim = args[0], dim_of(args, kwargs, 1)
     size, length = shape_of(x)[dim], int(node.meta["val"].shape[dim])
     step = int(args[4]) if len(args) > 4 else int(kwargs.get("step", 1))
@@ -143,7 +143,7 @@ def _stack(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def _cat(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Empty pieces (the start of a key cache) say nothing, and may even have fewer dims than the rest."""
+    """Drop empty pieces (the start of a key cache), which may even have fewer dims than the rest."""
     pieces = [x for x in args[0] if x.meta["val"].numel()]
     if len(pieces) == 1 and shape_of(pieces[0]) == tuple(node.meta["val"].shape):
         return pieces[0]
@@ -152,7 +152,7 @@ def _cat(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> 
 
 
 def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Each element ``times`` in a row: a new dim, expanded, merged again. Of all dims together if none is named."""
+    """Repeat each element ``times`` in a row: a new dim, expanded, merged. Of all dims together if none is named."""
     x, times = args[0], int(args[1])
     is_flat = len(args) < 3 and kwargs.get("dim") is None
     flat = x.meta["val"].flatten() if is_flat else x.meta["val"]
@@ -164,7 +164,7 @@ def _repeat_interleave(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[
 
 
 def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """One constant run of indices is a slice; one dimension's rows in any other constant order are index_select."""
+    """Rewrite one constant run of indices as a slice; one dim's rows in any other constant order are index_select."""
     x, indices = args[0], args[1]
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     constant = _constant(given[0][1]) if len(given) == 1 else None
@@ -179,7 +179,7 @@ def _index(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def _constant(node: fx.Node) -> torch.Tensor | None:
-    """The value of a small constant, seen through copies of it."""
+    """Return the value of a small constant, seen through copies of it."""
     while node.target in (aten.clone.default, aten.contiguous.default, aten.detach.default):
         node = node.all_input_nodes[0]
     value = node.meta.get("constant")
@@ -201,7 +201,7 @@ def _slice_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
 
 
 def _every_nth(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, step: int) -> fx.Node:
-    """``x`` seen as [.., n/step, step, ..] with row ``start`` of the strides replaced by ``source``."""
+    """View ``x`` as [.., n/step, step, ..] with row ``start`` of the strides replaced by ``source``."""
     sizes = list(shape_of(source))
     strides = viewed_back(emit, x, [*sizes[: dim + 1], step, *sizes[dim + 1 :]])
     row = viewed(emit, source, [*sizes[: dim + 1], 1, *sizes[dim + 1 :]])
@@ -209,14 +209,14 @@ def _every_nth(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, st
 
 
 def _between(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, val: Any) -> fx.Node:
-    """``x`` with ``source`` in the place of as many rows of ``dim``, from ``start`` on."""
+    """Return ``x`` with ``source`` in the place of as many rows of ``dim``, from ``start`` on."""
     end = start + shape_of(source)[dim]
     pieces = [*_pieces(emit, x, dim, 0, start), source, *_pieces(emit, x, dim, end, shape_of(x)[dim])]
     return emit(aten.cat.default, (pieces, dim), {}, val) if len(pieces) > 1 else source
 
 
 def _pieces(emit: Emit, x: fx.Node, dim: int, start: int, end: int) -> list[fx.Node]:
-    """[start, end) of ``x``: the operands of its concatenation, if the bounds match; else a slice."""
+    """Return [start, end) of ``x``: the operands of its concatenation, if the bounds match; else a slice."""
     if start == end:
         return []
     if x.target is aten.cat.default and x.args[1] == dim:
@@ -240,7 +240,7 @@ def _select_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str
 
 
 def _copy(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The old content of the destination does not matter: the source, cast and broadcast."""
+    """Return the source, cast and broadcast: the old content of the destination does not matter."""
     target, source = args[0].meta["val"], args[1]
     if source.meta["val"].dtype != target.dtype:
         source = applied(emit, aten.to.dtype, source, target.dtype)

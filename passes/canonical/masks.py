@@ -104,7 +104,7 @@ class MaskRows:
         self._found: dict[fx.Node, Runs | None] = {}
 
     def of(self, node: Any, size: tuple[int, int] | None = None) -> Runs | None:
-        """The runs of a boolean value that is alike in all leading dims; None if there are none that are known.
+        """Return the runs of a boolean value that is alike in all leading dims; None if there are none that are known.
         ``size``: rows and width that it is broadcast to."""
         if not isinstance(node, fx.Node) or (size is None and len(shape_of(node)) < 2):
             return None
@@ -140,7 +140,7 @@ class MaskRows:
         return None
 
     def _vector(self, node: fx.Node) -> Tensor | None:
-        """[s, 1], [1, t] or [1, 1] of a value that is such, the same in all leading dims."""
+        """Return [s, 1], [1, t] or [1, 1] of a value that is the same in all leading dims; None for any other."""
         while node.target is aten.expand.default and isinstance(node.args[0], fx.Node):
             node = node.args[0]
         shape = shape_of(node)
@@ -203,7 +203,7 @@ def _compared(name: str, left: Tensor, right: Tensor, rows: int, width: int) -> 
 
 
 def _joined(a: Runs | None, b: Runs | None, either: bool) -> Runs | None:
-    """The columns that both allow; or ``either``, if that is a run."""
+    """Return the columns that both allow; or ``either``, if that is a run."""
     if a is None or b is None or (a.width, len(a.first)) != (b.width, len(b.first)):
         return None
     if not either:
@@ -219,7 +219,7 @@ def _joined(a: Runs | None, b: Runs | None, either: bool) -> Runs | None:
 
 
 def _turned(runs: Runs | None) -> Runs | None:
-    """The complement, if that is a run: the rest of a row after or before a run at its end."""
+    """Return the complement, if that is a run: the rest of a row after or before a run at its end."""
     if runs is None:
         return None
     starts, ends = runs.first <= 0, runs.stop >= runs.width

@@ -36,7 +36,7 @@ class SpelledNorm:
 
 
 def spelled_norms(program: Program) -> Iterator[SpelledNorm]:
-    """All that the program spells out, in its order."""
+    """Yield all that the program spells out, in its order."""
     for node in program.graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         found = _norm_of(node)
         if found is not None:
@@ -74,7 +74,7 @@ def _norm_of(product: fx.Node) -> SpelledNorm | None:
 
 
 def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
-    """The norm of a value that is cast to float32 for the norm alone, and is cast back to its own dtype."""
+    """Return the norm of a value that is cast to float32 for the norm alone, and is cast back to its own dtype."""
     (x,) = v.all_input_nodes
     given = x.meta["val"].dtype
     back = tuple(product.users)
@@ -84,7 +84,7 @@ def _with_casts(v: fx.Node, product: fx.Node, eps: float) -> SpelledNorm | None:
 
 
 def _eps_of(v: fx.Node, root: fx.Node) -> float | None:
-    """eps, if ``root`` is rsqrt(mean(v², last dim, kept) + eps) and the values between have no other readers."""
+    """Return eps, if ``root`` is rsqrt(mean(v², last dim, kept) + eps) and the values between have no other readers."""
     if root.target is not aten.rsqrt.default or len(root.users) != 1:
         return None
     added: Any = root.args[0]
@@ -108,7 +108,7 @@ def _is_square(node: fx.Node, v: fx.Node) -> bool:
 
 
 def _is_inner(node: fx.Node, v: fx.Node) -> bool:
-    """Whether it has one reader, and the dtype of ``v``."""
+    """Return whether it has one reader, and the dtype of ``v``."""
     return len(node.users) == 1 and node.meta["val"].dtype == v.meta["val"].dtype
 
 

@@ -22,9 +22,8 @@ UNREDUCED = 0
 
 
 def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Broadcast dims of size 1 of an operand are dropped, so that a letter has one size. A letter that an operand has
-    twice stands for a diagonal.
-    """
+    """Drop broadcast dims of size 1 of an operand, so that a letter has one size. A letter that an operand has twice
+    stands for a diagonal."""
     operands = list(args[1])
     text = explicit(args[0], [len(shape_of(x)) for x in operands])
     words, result = text.partition("->")[0].split(","), text.partition("->")[2]
@@ -47,7 +46,7 @@ def _einsum(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) 
 
 
 def _of_diagonals(emit: Emit, word: str, x: fx.Node) -> tuple[str, fx.Node]:
-    """Each letter once."""
+    """Take diagonals until each letter stands once."""
     while (twice := next((c for c in word if word.count(c) > 1), None)) is not None:
         first = word.index(twice)
         second = word.index(twice, first + 1)
@@ -88,7 +87,7 @@ def _bilinear(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 
 
 def _convolution(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A bias [channels] is added after the product, as for a linear."""
+    """Add a bias [channels] after the product, as for a linear."""
     val = node.meta["val"]
     bias = args[2] if len(args) > 2 else kwargs.pop("bias", None)
     rest = [*args[:2], None, *args[3:]] if len(args) > 3 else args[:2]
@@ -100,7 +99,7 @@ def _convolution(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, A
 
 
 def _histc(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Counts of integers: as floats, which every device can count."""
+    """Count integers as floats, which every device can count."""
     val = args[0].meta["val"]
     if val.is_floating_point():
         return emit(node.target, args, kwargs, node.meta["val"])
@@ -110,7 +109,7 @@ def _histc(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """On a log_softmax over the classes, both together are the cross-entropy of the logits."""
+    """Rewrite nll_loss of a log_softmax over the classes as the cross-entropy of the logits."""
     given = named(node, args, kwargs)
     logits = _before_log_softmax(emit, given["self"], 1 if len(shape_of(given["self"])) > 1 else 0)
     if logits is None or given["target"].meta["val"].is_floating_point():
@@ -120,7 +119,7 @@ def _nll_loss(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]
 
 
 def loss_of_rows(emit: Emit, args: list[Any], kwargs: dict[str, Any], val: Any) -> fx.Node:
-    """``cross_entropy_loss`` of logits [classes] or [b, classes, d ..] as that of rows [tokens, classes]."""
+    """Rewrite ``cross_entropy_loss`` of logits [classes] or [b, classes, d ..] as that of rows [tokens, classes]."""
     logits, target, *rest = args
     if (ndim := len(shape_of(logits))) > 2:
         logits = applied(emit, aten.permute.default, logits, [0, *range(2, ndim), 1])
@@ -130,7 +129,7 @@ def loss_of_rows(emit: Emit, args: list[Any], kwargs: dict[str, Any], val: Any) 
 
 
 def _before_log_softmax(emit: Emit, node: fx.Node, dim: int) -> fx.Node | None:
-    """x if ``node`` is reshape*(log_softmax(x, dim)) and the reshape leaves the classes the last dim."""
+    """Return x if ``node`` is reshape*(log_softmax(x, dim)) and the reshape leaves the classes the last dim."""
     found = node
     while found.target is aten.reshape.default and shape_of(found)[-1] == shape_of(found.all_input_nodes[0])[-1]:
         found = found.all_input_nodes[0]
@@ -149,7 +148,7 @@ NOTHING_IGNORED = -(1 << 40)  # no class id: this loss skips nothing
 
 
 def _gather(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The log-probability of one class a row is minus its unreduced cross-entropy (no class is ignored)."""
+    """Rewrite the log-probability of one class a row as minus its unreduced cross-entropy (no class is ignored)."""
     x, index, val = args[0], args[2], node.meta["val"]
     dim = dim_of(args, kwargs, 1)
     last = len(shape_of(x)) - 1

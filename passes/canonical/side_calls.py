@@ -35,14 +35,14 @@ def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
 
 
 def _aside(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
-    """Calls that depend on no weight, and draw nothing."""
+    """Return calls that depend on no weight, and draw nothing."""
     sources = [node for node in graph.nodes if node.name in weights or is_random(node)]
     weighed = set(walk(sources, readers))
     return {node for node in graph.nodes if node.op == "call_function" and node not in weighed}
 
 
 def _first_read(graph: fx.Graph, aside: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """The place of each call among all, as those with weights ask for them, in the order of their arguments."""
+    """Return the place of each call among all, as those with weights ask for them, in the order of their arguments."""
     found: dict[fx.Node, int] = {}
     for reader in graph.nodes:
         if reader not in aside:

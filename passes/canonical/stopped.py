@@ -43,7 +43,7 @@ def stop_early(graph: fx.Graph) -> bool:
 
 
 def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Calls with some readers that stop the gradient and none that passes it on, in the order of the graph."""
+    """Return calls with some readers that stop the gradient and none that passes it on, in the order of the graph."""
     found: dict[fx.Node, None] = {}
 
     def stops(user: fx.Node) -> bool:
@@ -58,7 +58,8 @@ def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def _pick(graph: fx.Graph, node: fx.Node) -> None:
-    """The choice among equal elements matters to a gradient, and to readers of the index."""
+    """Replace max and min by amax and amin: the choice among equal elements matters to a gradient, and to readers of
+    the index."""
     if any(user.target is not operator.getitem or user.args[1] for user in node.users):
         return
     given, extreme = named(node), aten.amax if node.target is aten.max.dim else aten.amin

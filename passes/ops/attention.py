@@ -43,7 +43,7 @@ def shared_key_attention(
 
 
 def key_heads_of(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle) -> tuple[Tensor, Tensor]:
-    """Of all heads of k and v those that this rank's heads of q read."""
+    """Return of all heads of k and v those that this rank's heads of q read."""
     local, per_group = q.shape[1], q.shape[1] * axis.size // k.shape[1]
     heads = [head // per_group for head in range(axis.rank * local, (axis.rank + 1) * local)]
     return _read_by(heads, k), _read_by(heads, v)
@@ -58,7 +58,7 @@ def _read_by(heads: list[int], x: Tensor) -> Tensor:
 
 
 def attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The options of an ``aten.scaled_dot_product_attention`` call after q, k, v, by name."""
+    """Return the options of an ``aten.scaled_dot_product_attention`` call after q, k, v, by name."""
     names = ("mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = dict(zip(names, args[3:], strict=False))
     return given | {("mask" if k == "attn_mask" else k): value for k, value in kwargs.items()}
@@ -91,6 +91,6 @@ def shared_key_causal_attention(
     enable_gqa: bool = False,
     kernel: str = FLASH,
 ) -> Tensor:
-    """The same with fewer key heads than ranks of ``tp``: q of this rank's heads, k and v of all."""
+    """Return the same with fewer key heads than ranks of ``tp``: q of this rank's heads, k and v of all."""
     k, v = key_heads_of(q, k, v, tp)
     return causal_attention(q, k, v, axis, dropout_p, scale, k.shape[1] != q.shape[1], kernel)

@@ -85,22 +85,22 @@ class Way(torch.autograd.Function):
 
 
 def reduce_scatter_single(out: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``out`` becomes this rank's part of the sum of flat tensors, which hold the ranks' parts behind each other."""
+    """Write into ``out`` this rank's part of the sum of flat tensors, which hold the ranks' parts behind each other."""
     return getattr(dist, REDUCE_SCATTER)(out, whole, group=group, async_op=async_op)
 
 
 def all_gather_single(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``whole``, flat, becomes the ranks' flat parts behind each other."""
+    """Write into ``whole``, flat, the ranks' flat parts behind each other."""
     return getattr(dist, ALL_GATHER)(whole, own, group=group, async_op=async_op)
 
 
 def gather_runs(whole: Tensor, own: Tensor, num_runs: int, *, group: Any, async_op: bool = False) -> list[Any]:
-    """Each of the ``num_runs`` equal runs of ``whole`` becomes the ranks' runs of ``own`` behind each other."""
+    """Write into each of the ``num_runs`` equal runs of ``whole`` the ranks' runs of ``own`` behind each other."""
     return _each_run(all_gather_single, whole, own, num_runs, group, async_op)
 
 
 def scatter_runs(out: Tensor, whole: Tensor, num_runs: int, *, group: Any, async_op: bool = False) -> list[Any]:
-    """Each run of ``out`` becomes this rank's part of the sum of the ranks' runs of ``whole``."""
+    """Write into each run of ``out`` this rank's part of the sum of the ranks' runs of ``whole``."""
     return _each_run(reduce_scatter_single, out, whole, num_runs, group, async_op)
 
 
@@ -115,7 +115,7 @@ def _each_run(call: Any, to: Tensor, given: Tensor, num_runs: int, group: Any, a
 
 
 def _as_one(group: Any, x: Tensor, async_op: bool) -> AbstractContextManager[Any]:
-    """One launch for all calls inside, if the backend of ``x``'s device supports it (NCCL)."""
+    """Return a context with one launch for all calls inside, if the backend of ``x``'s device supports it (NCCL)."""
     group = group if group is not None else dist.group.WORLD
     if not x.is_cuda or not group._get_backend(x.device).supports_coalescing:
         return nullcontext()

@@ -59,7 +59,7 @@ def start_all_reduce(x: Tensor, axis: AxisHandle, phase: str) -> Any:
 
 
 def all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str) -> Tensor:
-    """The full tensor from the ranks' parts, segment by segment."""
+    """Return the full tensor from the ranks' parts, segment by segment."""
     return start_all_gather(x, axis, cut, phase)()
 
 
@@ -80,7 +80,7 @@ def start_all_gather(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *,
 
 
 def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement, phase: str) -> Tensor:
-    """From a part of one dim to a part of another: each rank sends every rank its slice of the own part."""
+    """Move a part of one dim to a part of another: each rank sends every rank its slice of the own part."""
     note(axis, "all_to_all", phase, x, axis.size)
     sent = torch.stack([part(x, after, axis.size, rank) for rank in range(axis.size)]).contiguous()
     received = torch.empty_like(sent)
@@ -90,7 +90,7 @@ def all_to_all(x: Tensor, axis: AxisHandle, before: Placement, after: Placement,
 
 
 def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
-    """The full dim from every rank's part of it, segment by segment, without padding."""
+    """Return the full dim from every rank's part of it, segment by segment, without padding."""
     sizes = [stop - start for start, stop in cut.slices(axis.size, 0)]
     pieces = [
         [piece.narrow(cut.dim, 0, n) for piece, n in zip(p.split(sizes, cut.dim), of_data, strict=True)]
@@ -100,7 +100,7 @@ def _joined(parts: list[Tensor], axis: AxisHandle, cut: Placement) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: AxisHandle, cut: Placement, phase: str, *, of_gradient: bool = False) -> Tensor:
-    """This rank's part of the sum of the ranks' full tensors, which are a value's or a gradient's."""
+    """Return this rank's part of the sum of the ranks' full tensors, which are a value's or a gradient's."""
     return start_reduce_scatter(x, axis, cut, phase, of_gradient=of_gradient)()
 
 
@@ -121,7 +121,7 @@ def start_reduce_scatter(
 
 
 def ended(works: Sequence[Any], result: Tensor) -> Tensor:
-    """``result``, once these works are done; None is no work."""
+    """Return ``result``, once these works are done; None is no work."""
     for work in works:
         if work is not None:
             work.wait()
@@ -140,7 +140,7 @@ def part(x: Tensor, cut: Placement, size: int, rank: int, beyond: int | None = N
 
 
 def _own(x: Tensor, cut: Placement, axis: AxisHandle, beyond: int | None = None) -> Tensor:
-    """This rank's part, contiguous."""
+    """Return this rank's part, contiguous."""
     own = part(x, cut, axis.size, axis.rank, beyond)
     return _copy(own) if cut.padding else own.contiguous()
 
@@ -178,7 +178,7 @@ class _G(torch.autograd.Function):
 
 
 def f(x: Tensor, axis: AxisHandle) -> Tensor:
-    """Before a column-parallel linear."""
+    """Sum the gradient over ranks: stands before a column-parallel linear."""
     return Way.apply(x, _same, partial(all_reduce, axis=axis, phase="backward"))
 
 
@@ -199,7 +199,7 @@ def slice_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
 
 
 def cut_part(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """The gradient elsewhere is zero, as another rank has it."""
+    """Return this rank's part; its gradient elsewhere is zero, as another rank has it."""
     own = part(x, cut, axis.size, axis.rank)
     return _copy(own) if cut.padding else own
 
@@ -220,7 +220,7 @@ def scatter(x: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
 
 
 def first(x: Tensor, axis: AxisHandle) -> Tensor:
-    """The gradient is the same on all ranks already."""
+    """Keep x on rank 0 alone; the gradient is the same on all ranks already."""
     return Way.apply(x, _same if axis.rank == 0 else torch.zeros_like, _same)
 
 

@@ -18,7 +18,7 @@ from passes.partition.sequence import facts
 
 
 def local_rows(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """x [.., s, ..], the same on all ranks → [.., s/cp, ..] of this rank, in memory of its own."""
+    """Take of x [.., s, ..], the same on all ranks, [.., s/cp, ..] of this rank, in memory of its own."""
     if axis.size == 1:
         return x
     chunks = (x.narrow(dim, a, b - a) for a, b in facts.rows(x.shape[dim], axis.size, axis.rank))
@@ -26,7 +26,7 @@ def local_rows(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
 
 
 def gather_sequence(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """x [.., s/cp, ..] of this rank → [.., s, ..] of all. The gradients of all ranks are added up."""
+    """Gather x [.., s/cp, ..] of this rank to [.., s, ..] of all. The gradients of all ranks are added up."""
     if axis.size == 1:
         return x
     there = partial(gathered, dim=dim, axis=axis, phase="forward")
@@ -34,12 +34,12 @@ def gather_sequence(x: Tensor, dim: int, axis: AxisHandle) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
-    """The full tensor from all ranks' chunks, without a gradient."""
+    """Return the full tensor from all ranks' chunks, without a gradient."""
     return gathered_together((x,), dim, axis, phase)[0]
 
 
 def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, phase: str) -> list[Tensor]:
-    """The same of several tensors of one dtype, in one exchange."""
+    """Return the same of several tensors of one dtype, in one exchange."""
     if axis.size == 1:
         return list(tensors)
     flat = [x.contiguous().view(-1) for x in tensors]
@@ -53,7 +53,7 @@ def gathered_together(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, pha
 
 
 def _in_order(parts: Tensor, dim: int, axis: AxisHandle) -> Tensor:
-    """The ranks' parts [cp, ..], as the full sequence."""
+    """Return the ranks' parts [cp, ..], as the full sequence."""
     halves = [part.chunk(2, dim) for part in parts.unbind(0)]
     owners = (facts.owner(axis.size, chunk) for chunk in range(2 * axis.size))
     return torch.cat([halves[rank][half] for rank, half in owners], dim)
@@ -65,7 +65,7 @@ def scattered_sum(x: Tensor, dim: int, axis: AxisHandle, phase: str) -> Tensor:
 
 
 def scattered_sums(tensors: Sequence[Tensor], dim: int, axis: AxisHandle, phase: str) -> list[Tensor]:
-    """The same of several tensors of one dtype, in one exchange."""
+    """Return the same of several tensors of one dtype, in one exchange."""
     if axis.size == 1:
         return list(tensors)
     sizes = [x.numel() // axis.size for x in tensors]

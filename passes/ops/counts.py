@@ -65,14 +65,14 @@ class ExpertLoad:
             self.figures[place] += (counts - limit).clamp(min=0).sum() * self._counts
 
     def note_choices(self, ids: Tensor, start: int) -> None:
-        """``ids``: of experts, of any shape; their figures begin at ``start``."""
+        """Count choices, as a call of a lowered graph."""
         if self.asked is not None and self._counts is not None:
             places = ids.reshape(-1).to(torch.int64) + start
             self.asked.index_add_(0, places, self._counts.expand(len(places)))
 
 
 def note_choices(load: ExpertLoad, ids: Tensor, start: int) -> None:
-    """As a call of a lowered graph."""
+    """Count choices, as a call of a lowered graph."""
     load.note_choices(ids, start)
 
 
@@ -110,13 +110,13 @@ class GlobalSums:
         self.totals[site] += share
 
     def of(self, site: str, share: Tensor) -> Tensor:
-        """The total; of a program that only planning runs, the share."""
+        """Return the total; of a program that only planning runs, the share."""
         total = self.totals.get(site)
         return share.clone() if total is None else total.to(share.dtype, copy=True)
 
 
 def global_sum(share: Tensor, sums: GlobalSums, site: str) -> Tensor:
-    """Σ of the shares of the global batch, once they are counted."""
+    """Return Σ of the shares of the global batch, once they are counted."""
     if sums.is_counting:
         sums.count(site, share)
         return share

@@ -66,7 +66,7 @@ class KeyBlock(NamedTuple):
         return self.rows == self.num_keys
 
     def tiles(self, num_rows: int) -> Iterator[tuple[slice, slice]]:
-        """At most ``num_rows`` of its rows, and the keys that any of them may read."""
+        """Yield at most ``num_rows`` of its rows, and the keys that any of them may read."""
         left, right = self.band or WHOLE
         for first in range(self.first, self.stop, num_rows):
             stop = min(first + num_rows, self.stop)
@@ -76,7 +76,7 @@ class KeyBlock(NamedTuple):
             yield slice(first, stop), slice(keys, end)
 
     def mask(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
-        """[rows, keys] of such a tile, by the band."""
+        """Return [rows, keys] of such a tile, by the band."""
         assert self.band is not None
         stands = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1) + self.end - self.stop
         key = torch.arange(keys.start, keys.stop, device=device)
@@ -86,15 +86,15 @@ class KeyBlock(NamedTuple):
         return seen & (key <= stands + self.band.right) if self.band.right >= 0 else seen
 
     def follows(self, band: Band) -> bool:
-        """Whether ``band``, which another block may have, says of this one what its own does."""
+        """Return whether ``band``, which another block may have, says of this one what its own does."""
         assert self.band is not None
         most = Band(self.num_keys - 1, self.rows - 1)
         return all(o == b or (o < 0 and b >= m) for o, b, m in zip(self.band, band, most, strict=True))
 
 
 def runs_of(mask: Tensor) -> Tensor:
-    """[sequences, s, 3] of a mask [.., s, t], booleans or addends: the first and the last key of each row, and their
-    number; 0 keys if heads differ, or addends do more than hide keys."""
+    """Return [sequences, s, 3] of a mask [.., s, t], booleans or addends: the first and the last key of each row, and
+    their number; 0 keys if heads differ, or addends do more than hide keys."""
     seen = _seen(mask)
     if seen is None:
         sequences = mask.shape[0] if mask.dim() == 4 else 1
@@ -105,7 +105,7 @@ def runs_of(mask: Tensor) -> Tensor:
 
 
 def blocks_of(runs: Tensor) -> list[KeyBlock]:
-    """Of the ``runs_of`` a mask; [] if its blocks do not say all of it."""
+    """Return the blocks of a mask by its ``runs_of``; [] if its blocks do not say all of it."""
     first, last, count = runs.unbind(-1)
     if bool((count == 0).any()):
         return []  # what a row without keys becomes depends on the kind of mask
@@ -118,7 +118,7 @@ def blocks_of(runs: Tensor) -> list[KeyBlock]:
 
 
 def _seen(mask: Tensor) -> Tensor | None:
-    """[sequences, s, t]: which keys a row reads; None if heads differ, or addends do more than that."""
+    """Return [sequences, s, t]: which keys a row reads; None if heads differ, or addends do more than that."""
     if mask.dim() == 4 and mask.shape[1] == 1:
         mask = mask[:, 0]
     elif mask.dim() == 2:
@@ -152,7 +152,7 @@ def _band(rows: list[list[int]], keys: int, end: int) -> Band | None:
 
 
 def _reads(band: Band, at: int, keys: int, end: int) -> tuple[int, int]:
-    """The first and the last key of a row that stands at key ``at``."""
+    """Return the first and the last key of a row that stands at key ``at``."""
     first = keys if band.left < 0 else max(keys, at - band.left)
     last = end - 1 if band.right < 0 else min(end - 1, at + band.right)
     return first, last
@@ -172,7 +172,7 @@ class Segments(NamedTuple):
 
 
 def has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this device has one for q, k and v [b, heads, s, d]."""
+    """Return whether this device has one for q, k and v [b, heads, s, d]."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) < _OLDEST:
         return False
     width = q.shape[3]
@@ -225,7 +225,7 @@ def attention_of_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, s
 
 @cache
 def kernel(band: Band) -> Callable[..., Any]:
-    """Newer versions of torch ask whether key heads may be fewer than query heads; older ones take it."""
+    """Return torch's kernel: newer versions ask whether key heads may be fewer than query heads; older ones take it."""
     from torch.nn.attention.varlen import varlen_attn  # it takes a second, which a rank without a GPU need not wait
 
     options: dict[str, Any] = {"window_size": tuple(band)}

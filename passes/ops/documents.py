@@ -66,7 +66,7 @@ class MaskRows:
 
 
 def runs_of_rows(mask: MaskRows, inputs: Sequence[Tensor]) -> Tensor:
-    """[sequences, s, 3] int64: as ``runs_of`` the mask."""
+    """Return [sequences, s, 3] int64: as ``runs_of`` the mask."""
     if any(not _has_values(x) for x in inputs):
         sequences = mask.shape[0] if len(mask.shape) == 4 else 1
         return inputs[0].new_empty((sequences, mask.shape[-2], 3), dtype=torch.int64)
@@ -208,7 +208,7 @@ class _Suffix(torch.autograd.Function):
 
 
 def _expected(rows: int, keys: int, documents: int) -> Iterator[KeyBlock]:
-    """Equal documents: the first of its rows reads the first of its keys."""
+    """Yield equal documents: the first of its rows reads the first of its keys."""
     size = min(documents, rows)
     for first in range(0, rows, size):
         stop = min(first + size, rows)

@@ -82,12 +82,12 @@ def stream_dropout(x: Tensor, p: float, random: RandomState, op: int, sharded: b
 
 
 def scaled_dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """x · keep / (1 − p)."""
+    """Return x · keep / (1 − p)."""
     return _Dropout.apply(x, keep, 1.0 / (1.0 - p) if p < 1.0 else 1.0)
 
 
 def stream_attention(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Tensor:
-    """Attention with dropout that draws from the named stream; the default generator is unchanged.
+    """Call attention with dropout that draws from the named stream; the default generator is unchanged.
 
     ``target``: aten's op, or the name of one of ``OWN_ATTENTION``: code that is generated cannot hold the function.
     """
@@ -105,7 +105,7 @@ def _attention(target: Any, args: Any, kwargs: Any, changes: dict[str, Any]) -> 
 
 
 def stream_random(target: Any, random: RandomState, op: int, sharded: bool, args: Any, kwargs: Any) -> Any:
-    """Any other random op, such as the draw of a drop path; the default generator is unchanged."""
+    """Call any other random op, such as the draw of a drop path; the default generator is unchanged."""
     given = (*args, *kwargs.values())
     devices = [v.device for v in given if isinstance(v, Tensor)] + [v for v in given if isinstance(v, torch.device)]
     with random.as_default(devices[0] if devices else torch.device("cpu"), op, sharded):
@@ -121,15 +121,15 @@ def counted_dropout(x: Tensor, p: float, random: RandomState, place: SampleEleme
 
 
 def row_names(random: RandomState, place: SampleElements, device: torch.device) -> Tensor:
-    """[tokens, 2]: the sample of each token that a rank has of a microbatch, and its place there. ``place``: of the
-    dims of tokens alone."""
+    """Return [tokens, 2]: the sample of each token that a rank has of a microbatch, and its place there. ``place``: of
+    the dims of tokens alone."""
     sample, at = torch.broadcast_tensors(*_names(place, random.counter(device)[1], device))
     return torch.stack([sample.reshape(-1), at.reshape(-1)], 1)
 
 
 def dropout_of_rows(x: Tensor, p: float, random: RandomState, place: SampleElements, names: Tensor) -> Tensor:
-    """The same of rows [.., rows, features..] of named tokens: each element as in the full value. ``place``: of the
-    dims of features alone."""
+    """Return the same of rows [.., rows, features..] of named tokens: each element as in the full value. ``place``: of
+    the dims of features alone."""
     if not random.training:
         return x
     sample, at = names.reshape(-1, 2, *[1] * len(place.shape)).unbind(1)
@@ -140,32 +140,32 @@ def dropout_of_rows(x: Tensor, p: float, random: RandomState, place: SampleEleme
 
 
 def counted_bernoulli(p: float | Tensor, random: RandomState, place: SampleElements, like: Tensor) -> Tensor:
-    """Ones with probability ``p``, in the dtype of ``like``."""
+    """Return ones with probability ``p``, in the dtype of ``like``."""
     drawn = counted_uniform(random, place, torch.float64, like.device)
     return (drawn < p).to(like.dtype)
 
 
 def counted_uniform(random: RandomState, place: SampleElements, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In [0, 1): as many bits as the dtype holds."""
+    """Return numbers in [0, 1), with as many bits as the dtype holds."""
     bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     return (_shifted(numbers(random, place, device), 64 - bits).to(torch.float64) * 2.0**-bits).to(dtype)
 
 
 def counted_normal(random: RandomState, place: SampleElements, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Box and Muller: √(−2 ln u) cos 2πv of two uniform numbers, computed in float64."""
+    """Return normal numbers by Box and Muller: √(−2 ln u) cos 2πv of two uniform numbers, computed in float64."""
     first = numbers(random, place, device)
     u, v = ((_shifted(z, 11).to(torch.float64) + 0.5) * 2.0**-53 for z in (first, mix(first + GOLDEN)))
     return ((-2.0 * u.log()).sqrt() * (2.0 * math.pi * v).cos()).to(dtype)
 
 
 def numbers(random: RandomState, place: SampleElements, device: torch.device) -> Tensor:
-    """64 bits for each element that a rank has of a value."""
+    """Return 64 bits for each element that a rank has of a value."""
     sample, element = _names(place, random.counter(device)[1], device)
     return mix(mix(_key(random, place, device) + sample * SAMPLE) + element * GOLDEN)
 
 
 def _key(random: RandomState, place: SampleElements, device: torch.device) -> Tensor:
-    """Of all draws of one op in a step."""
+    """Return the key of all draws of one op in a step."""
     return _key_of(f"{random.seed}/{place.site}", random.counter(device)[0])
 
 
@@ -175,19 +175,19 @@ def _key_of(name: str, step: Tensor) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """A one-to-one function of 64 bits: every output bit depends on every input bit."""
+    """Return a one-to-one function of 64 bits: every output bit depends on every input bit."""
     z = (z ^ _shifted(z, 30)) * FIRST
     z = (z ^ _shifted(z, 27)) * SECOND
     return z ^ _shifted(z, 31)
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
 def _names(place: SampleElements, microbatch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sample and element of each place, in shapes that together make that of the value."""
+    """Return the sample and element of each place, in shapes that together make that of the value."""
     dim, step, number = place.batch or (-1, 1, 1)
     sizes = [n // number if d == dim else n for d, n in enumerate(place.shape)]
     sample = microbatch * number if place.by_sample else microbatch * 0
@@ -203,6 +203,6 @@ def _names(place: SampleElements, microbatch: Tensor, device: torch.device) -> t
 
 
 def uniform_of(seed: int, name: str, step: Tensor, sample: Tensor, element: Tensor) -> Tensor:
-    """In (0, 1), float64 with 52 bits: the number of each (step, sample, element), which together give the shape."""
+    """Return numbers in (0, 1), float64 with 52 bits, of each (step, sample, element), which give the shape."""
     z = mix(mix(_key_of(f"{seed}/{name}", step) + sample * SAMPLE) + element * GOLDEN)
     return (_shifted(z, 12).to(torch.float64) + 0.5) * 2.0**-52

@@ -72,7 +72,7 @@ class Figures:
 def splits_of_both(
     counts: Tensor, ep: AxisHandle, etp: AxisHandle, figures: Tensor | None = None
 ) -> tuple[Splits, Splits | None, Figures]:
-    """Exchanges the row counts over ep, then over etp. The host waits once, for both.
+    """Exchange the row counts over ep, then over etp. The host waits once, for both.
 
     ``counts`` [E]: of this rank's rows. ``figures`` [ep, …] go with them.
     """
@@ -91,13 +91,13 @@ def splits_of_both(
 
 
 def on_host(*tables: Tensor) -> list[list[list[int]]]:
-    """The values of several tables of integers, for which the host waits once."""
+    """Return the values of several tables of integers, for which the host waits once."""
     flat = iter(torch.cat([table.reshape(-1) for table in tables]).tolist())
     return [[[next(flat) for _ in range(table.shape[1])] for _ in range(table.shape[0])] for table in tables]
 
 
 def _received(sent: Tensor, axis: AxisHandle) -> Tensor:
-    """[ep, …]: what ranks send to this one, by their sender."""
+    """Return [ep, …]: what ranks send to this one, by their sender."""
     received = sent.clone()
     if axis.size > 1:
         note(axis, "all_to_all", "forward", sent)
@@ -106,7 +106,7 @@ def _received(sent: Tensor, axis: AxisHandle) -> Tensor:
 
 
 def _every(counts: Tensor, axis: AxisHandle) -> Tensor:
-    """[etp, E / ep]: the rows that each rank of etp has."""
+    """Return [etp, E / ep]: the rows that each rank of etp has."""
     every = counts.new_empty((axis.size, len(counts)))
     every[axis.rank] = counts
     if axis.size > 1:
@@ -116,7 +116,7 @@ def _every(counts: Tensor, axis: AxisHandle) -> Tensor:
 
 
 def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-    """The rows of all ranks that go to this rank's experts, by expert; within one by sender."""
+    """Return the rows of all ranks that go to this rank's experts, by expert; within one by sender."""
     if axis.size == 1:
         return rows
     came = moved(rows, splits, axis, _send, _return)
@@ -124,19 +124,19 @@ def dispatch(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
 
 
 def give_back(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-    """The results of the rows that this rank sent, in the order of sending."""
+    """Return the results of the rows that this rank sent, in the order of sending."""
     if axis.size == 1:
         return rows
     return moved(rows.index_select(0, _inverse(splits.order)), splits, axis, _return, _send)
 
 
 def spread_rows(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-    """The rows of all etp ranks, by expert."""
+    """Return the rows of all etp ranks, by expert."""
     return moved(rows, splits, axis, _to_all, _sum_of_parts).index_select(0, splits.order)
 
 
 def gather_in(rows: Tensor, splits: Splits, axis: AxisHandle) -> Tensor:
-    """P → V: this etp rank's rows, in the order in which it spread them, each the sum of the ranks' parts."""
+    """Return (P → V) this etp rank's rows, in the order in which it spread them, each the sum of the ranks' parts."""
     return moved(rows.index_select(0, _inverse(splits.order)), splits, axis, _sum_of_parts, _to_all)
 
 
@@ -146,7 +146,7 @@ def _by_expert(counts: Tensor, num_rows: int) -> Tensor:
 
 
 def owners(counts: Tensor, num_rows: int) -> Tensor:
-    """The group of each of ``num_rows`` rows that lie group by group, ``counts`` of each.
+    """Return the group of each of ``num_rows`` rows that lie group by group, ``counts`` of each.
 
     The host knows the sum of counts, and does not wait for it, unlike a ``repeat_interleave`` without an output size.
     """
@@ -159,18 +159,18 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def moved(rows: Tensor, splits: Any, axis: AxisHandle, there: _Move, back: _Move) -> Tensor:
-    """Rows go one way forward, and their gradients the other way back."""
+    """Move rows one way in the forward, and their gradients the other way in the backward."""
     return Way.apply(rows, lambda x: there(x, splits, axis, "forward"), lambda g: back(g, splits, axis, "backward"))
 
 
 def _to_all(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    """An all-gather of uneven parts, which neither gloo nor NCCL has: every rank is sent the same."""
+    """Gather uneven parts, which neither gloo nor NCCL does: every rank is sent the same."""
     same = rows.repeat(axis.size, *(1 for _ in rows.shape[1:]))
     return _send(same, splits, axis, phase)
 
 
 def _sum_of_parts(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tensor:
-    """A reduce-scatter of uneven parts: each rank is sent its part by all, and adds them up."""
+    """Reduce-scatter uneven parts: each rank is sent its part by all, and adds them up."""
     came = _return(rows, splits, axis, phase)
     return came.view(axis.size, splits.sent[0], *rows.shape[1:]).sum(0)
 
@@ -186,7 +186,7 @@ def _return(rows: Tensor, splits: Splits, axis: AxisHandle, phase: str) -> Tenso
 def exchanged(
     rows: Tensor, sent: list[int], received: list[int], axis: AxisHandle, phase: str, *, back: bool = False
 ) -> Tensor:
-    """An all-to-all. On the way ``back`` it counts what comes: as many rows as this rank had sent before."""
+    """Exchange rows all-to-all. On the way ``back`` it counts what comes: as many rows as this rank had sent before."""
     if axis.size == 1:
         return rows
     came = rows.new_empty((sum(received), *rows.shape[1:]))

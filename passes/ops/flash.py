@@ -60,7 +60,7 @@ class AttentionPart(NamedTuple):
 
 
 def attended(call: AttentionCall, kernel: str, chunks: Sequence[Sequence[AttentionPart]]) -> Result:
-    """The rows of each chunk, one after the other; of each the parts of the keys that it reads."""
+    """Return the rows of each chunk, one after the other; of each the parts of the keys that it reads."""
     forward, _ = KERNELS[kernel]
     found = [merged([forward(part.of(call)) for part in parts]) for parts in chunks]
     if len(found) == 1:
@@ -73,7 +73,7 @@ def attended(call: AttentionCall, kernel: str, chunks: Sequence[Sequence[Attenti
 def attended_backward(
     grad: Tensor, call: AttentionCall, result: Result, kernel: str, chunks: Sequence[Sequence[AttentionPart]]
 ) -> list[Tensor]:
-    """Gradients of q, k and v; parts are added up in no less than float32."""
+    """Return the gradients of q, k and v; parts are added up in no less than float32."""
     _, backward = KERNELS[kernel]
     totals = [torch.zeros_like(widened(x)) for x in call[:3]]
     for part in (part for parts in chunks for part in parts):
@@ -85,7 +85,7 @@ def attended_backward(
 
 
 def merged(parts: list[Result]) -> Result:
-    """Attention to all keys, from that to each part of them; sums in no less than float32."""
+    """Merge attention to each part of the keys into that to all of them; sums in no less than float32."""
     (out, lse), *rest = parts
     dtype = out.dtype
     for other, other_lse in rest:
@@ -96,7 +96,7 @@ def merged(parts: list[Result]) -> Result:
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
-    """Whether a kernel is there for these operands."""
+    """Return whether a kernel is there for these operands."""
     if any(t.dim() != 4 or t.dtype != q.dtype or t.stride(-1) != 1 for t in (q, k, v)):
         return False
     if not q.shape[0] == k.shape[0] == v.shape[0] or q.shape[3] != k.shape[3]:
@@ -120,7 +120,7 @@ def flash(call: AttentionCall) -> Result:
 
 
 def flash_backward(grad: Tensor, call: AttentionCall, result: Result) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v. ``result`` may be of more keys than these: then they are their addends."""
+    """Return the gradients of q, k and v. ``result`` may be of more keys than these: then they are their addends."""
     q, k, v, mask, is_causal, scale = call
     scale, shapes = _scale(q, scale), [t.shape[3] for t in (q, k, v)]
     grad, q, k, v, out = _of_width(_width(q, v), grad, q, k, v, result.out)
@@ -137,7 +137,7 @@ def flash_backward(grad: Tensor, call: AttentionCall, result: Result) -> tuple[T
 
 
 def cudnn_takes(call: AttentionCall) -> bool:
-    """Whether cuDNN takes a call with these operands, by torch."""
+    """Return whether cuDNN takes a call with these operands, by torch."""
     q, k, v, mask, is_causal, _ = call
     is_shared = q.shape[1] != k.shape[1]
     return cuda.can_use_cudnn_attention(cuda.SDPAParams(q, k, v, added(mask, q), 0.0, is_causal, is_shared))
@@ -152,7 +152,7 @@ def cudnn(call: AttentionCall) -> Result:
 
 
 def cudnn_backward(grad: Tensor, call: AttentionCall, result: Result) -> tuple[Tensor, ...]:
-    """Shares follow from ``lse``, and the mean of their gradients from ``out``."""
+    """Return gradients: shares follow from ``lse``, and the mean of their gradients from ``out``."""
     q, k, v, mask, is_causal, scale = call
     no_draws = torch.empty((), dtype=torch.int64, device=q.device)
     sums, sizes = result.lse.contiguous().unsqueeze(-1), (q.shape[2], k.shape[2])
@@ -165,7 +165,7 @@ KERNELS: dict[str, Any] = {FLASH: (flash, flash_backward), CUDNN: (cudnn, cudnn_
 
 
 def added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The addend of scores, of two or four dims: −∞ for a key that a boolean mask hides."""
+    """Return the addend of scores, of two or four dims: −∞ for a key that a boolean mask hides."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -183,5 +183,5 @@ def _of_width(width: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _scale(q: Tensor, given: float | None) -> float:
-    """That of the model's own width."""
+    """Return the scale; by default that of the model's own width."""
     return q.shape[3] ** -0.5 if given is None else given

@@ -64,9 +64,8 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, scale: fl
 
 
 def masked_causal_attention(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, **options: Any) -> Tensor:
-    """The same by plain attention, with its ``options``: a mask for each chunk, of its rows and the keys that they may
-    see.
-    """
+    """Return the same by plain attention, with its ``options``: a mask for each chunk, of its rows and the keys that
+    they may see."""
     found = []
     for rows, (start, end) in zip(q.chunk(2, 2), facts.rows(k.shape[2], axis.size, axis.rank), strict=True):
         keys = torch.arange(end, device=q.device)
@@ -76,7 +75,7 @@ def masked_causal_attention(q: Tensor, k: Tensor, v: Tensor, axis: AxisHandle, *
 
 
 def parts_of(size: int, axis: AxisHandle, is_causal: bool) -> Iterator[list[AttentionPart]]:
-    """For each of a rank's two chunks its parts; without causal, one part of all. ``size``: keys of all ranks."""
+    """Yield for each of a rank's two chunks its parts; without causal, one part of all. ``size``: keys of all ranks."""
     if not is_causal:
         yield [AttentionPart(slice(None), slice(None))]
         return
@@ -101,7 +100,7 @@ class _How(NamedTuple):
     inputs: Sequence[Tensor] = ()
 
     def in_parts(self, q: Tensor, keys: Sequence[Tensor], mask: Tensor | None, axis: AxisHandle) -> tuple[Any, ...]:
-        """The arguments of ``attended``; ``keys``: k and v of all ranks."""
+        """Return the arguments of ``attended``; ``keys``: k and v of all ranks."""
         (k, v), chunks = keys, list(parts_of(keys[0].shape[2], axis, self.is_causal))
         return AttentionCall(q, k, v, mask, self.is_causal, self.scale), self.kernel, chunks
 

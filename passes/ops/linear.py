@@ -41,7 +41,7 @@ Places = Sequence[SumPlace | None]  # of weights, then of biases; None: frozen
 
 
 def linear(x: Tensor, weight: Any, bias: Any, transposed: bool, handle: WeightGradients | None = None) -> Tensor:
-    """x [.., n] times ``weight`` ([m, n], or [n, m] if ``transposed``), plus ``bias`` [m] or None: [.., m].
+    """Return x [.., n] times ``weight`` ([m, n], or [n, m] if ``transposed``), plus ``bias`` [m] or None: [.., m].
 
     ``handle``: knows the places of weight gradients; None: autograd has them.
     """
@@ -96,13 +96,13 @@ class _Way(NamedTuple):
         return x if self.axis is None or self.cut is None else all_gather(x, self.axis, self.cut, "forward")
 
     def again_of(self, kept: Tensor | None) -> partial[Ending] | None:
-        """Begins to gather what was not saved."""
+        """Begin to gather what was not saved."""
         if self.axis is None or self.cut is None or not self.again or kept is None:
             return None
         return partial(start_all_gather, kept, self.axis, self.cut, "backward", ahead=True)
 
     def summed(self, gradient: Tensor) -> Ending:
-        """Begins to sum it over ranks."""
+        """Begin to sum it over ranks."""
         if self.axis is None:
             return lambda: gradient
         if self.cut is not None:
@@ -178,7 +178,7 @@ def _as_matrix(x: Any) -> Any:
 
 
 def places_of(handle: WeightGradients | None, held: Sequence[Any]) -> tuple[SumPlace | None, ...] | None:
-    """For each weight and bias the place of its gradient, None for one without; None if one is autograd's."""
+    """Return for each weight and bias the place of its gradient, None for one without; None if one is autograd's."""
     if handle is None or handle.places is None:
         return None
     found = tuple(handle.place_of(t) if t is not None and t.requires_grad else None for t in held)
@@ -194,7 +194,7 @@ def puts_aside(handle: Any, places: Places) -> bool:
 
 
 def _add(kept: Tensor | None, rows: Any, places: Any, transposed: bool, gathered: Tensor | None) -> None:
-    """The deferred work; ``gathered``: the full value, if it was not saved."""
+    """Run the deferred work; ``gathered``: the full value, if it was not saved."""
     _add_held(_as_matrix(kept if gathered is None else gathered), rows, places, transposed)
 
 
@@ -217,7 +217,7 @@ def _add_held(x: Any, rows: Sequence[Tensor | None], places: Places, transposed:
 
 
 def _of_held(x: Any, rows: Sequence[Tensor | None], needed: Sequence[bool], transposed: bool) -> list[Tensor | None]:
-    """Gradients of the weights, then of the biases, for autograd; None if none is needed.
+    """Return the gradients of the weights, then of the biases, for autograd; None if none is needed.
 
     ``x``: None if no weight gradient is needed.
     """
@@ -234,7 +234,7 @@ def _of_held(x: Any, rows: Sequence[Tensor | None], needed: Sequence[bool], tran
 
 
 def _of_input(ctx: Any, rows: Sequence[Tensor | None]) -> Tensor:
-    """The gradient of x over all products, in memory of its own."""
+    """Return the gradient of x over all products, in memory of its own."""
     total = None
     for weight, gradient in zip(ctx.weights, rows, strict=True):
         if gradient is None:

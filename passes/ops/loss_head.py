@@ -99,8 +99,8 @@ class _LogProbs(torch.autograd.Function):
 def log_probabilities(
     logits: Tensor, target: Tensor, axis: AxisHandle | None, num_classes: int, *, top: bool = False
 ) -> tuple[Tensor, ...]:
-    """log P [n] (float64), log Σ exp z [n] in the dtype of the sums, and with ``top`` whether the target is the arg max
-    [n]; logits [n, v/tp], target [n] global ids."""
+    """Return log P [n] (float64), log Σ exp z [n] in the dtype of the sums, and with ``top`` whether the target is the
+    arg max [n]; logits [n, v/tp], target [n] global ids."""
     handle, columns = axis or ALONE, logits.shape[1]
     start, true_columns = own_part(columns, axis, num_classes)
     z = widened(logits)
@@ -124,17 +124,17 @@ def log_probabilities(
 
 
 def own_places(labels: Tensor) -> Tensor:
-    """The place of every element of a batch tensor, among all of them."""
+    """Return the place of every element of a batch tensor, among all of them."""
     return torch.arange(labels.numel(), device=labels.device).view(labels.shape)
 
 
 def part_of_places(places: Tensor, axis: AxisHandle, cut: Placement) -> Tensor:
-    """This rank's part; padding belongs to no label."""
+    """Return this rank's part; padding belongs to no label."""
     return part(places, cut, axis.size, axis.rank, -1)
 
 
 def _rows_of(logits: Tensor, class_dim: int) -> Tensor:
-    """[n, v]: one row for each target."""
+    """Return [n, v]: one row for each target."""
     rows = logits.movedim(class_dim, -1)
     return rows.reshape(-1, rows.shape[-1])
 
@@ -142,14 +142,14 @@ def _rows_of(logits: Tensor, class_dim: int) -> Tensor:
 def _looked_up(
     target: Tensor, places: Tensor, labels: Tensor, classes: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[n] each: the target, the place of its label, and whether it is scored."""
+    """Return [n] each: the target, the place of its label, and whether it is scored."""
     _, num_classes, ignored = classes
     t, at, held = target.reshape(-1), places.reshape(-1), labels.reshape(-1)
     return t, at, (at >= 0) & (t == held[at.clamp(min=0)]) & (t >= 0) & (t < num_classes) & (t != ignored)
 
 
 def _at_labels(columns: Tensor, at: Tensor, scored: Tensor, labels: Tensor) -> Tensor:
-    """[k, *labels]: the sum of ``columns`` [k, n] at each label; zeros where nothing is scored."""
+    """Return [k, *labels]: the sum of ``columns`` [k, n] at each label; zeros where nothing is scored."""
     nowhere = labels.numel()
     found = columns.new_zeros((len(columns), nowhere + 1)).index_add_(1, torch.where(scored, at, nowhere), columns)
     return found[:, :nowhere].reshape(len(columns), *labels.shape)
@@ -171,14 +171,14 @@ def _next_rows(
 def last_row(
     logits: Tensor, dtype: torch.dtype, axis: AxisHandle | None, num_classes: int, is_counted_here: bool
 ) -> Tensor:
-    """[micro, num_classes + 1], as a row of ``loss_head``, from logits [.., v/tp] of one position. ``dtype``: in which
-    the loss reads them."""
+    """Return [micro, num_classes + 1], as a row of ``loss_head``, from logits [.., v/tp] of one position. ``dtype``: in
+    which the loss reads them."""
     rows = widened(logits.reshape(-1, logits.shape[-1]).to(dtype))
     return _counted(rows, rows.new_full((len(rows),), float(is_counted_here)), axis, num_classes)
 
 
 def _counted(own: Tensor, counts: Tensor, axis: AxisHandle | None, num_classes: int) -> Tensor:
-    """The columns of all ranks, one rank's behind another's, without padding; then how often a row was found."""
+    """Return the columns of all ranks, one rank's behind another's, without padding; then how often a row was found."""
     whole = own
     if axis is not None:
         note(axis, "all_gather", "forward", own, axis.size)

@@ -82,14 +82,14 @@ def meet(
 
 
 def dispatch(rows: Tensor, here: Meeting) -> Tensor:
-    """All rows by expert [n, …] → the rows of this rank's experts, by expert."""
+    """Send all rows by expert [n, …] to the ranks of their experts: the rows of this rank's experts, by expert."""
     start, stop = here.share
     came = experts.dispatch(rows[start:stop], here.to_experts, here.ep)
     return came if here.to_parts is None else experts.spread_rows(came, here.to_parts, here.etp)
 
 
 def give_back(rows: Tensor, here: Meeting) -> Tensor:
-    """The results of rows → [n, …]: this rank's share at its place, zeros at the others'."""
+    """Send the results of rows back → [n, …]: this rank's share at its place, zeros at the others'."""
     whole = rows if here.to_parts is None else experts.gather_in(rows, here.to_parts, here.etp)
     own = experts.give_back(whole, here.to_experts, here.ep)
     start, stop = here.share
@@ -100,15 +100,15 @@ def give_back(rows: Tensor, here: Meeting) -> Tensor:
 
 
 def dispatch_tokens(tokens: Tensor, here: Meeting) -> Tensor:
-    """All tokens [t, …], each once to a rank → the rows of this rank's experts, by expert."""
+    """Send all tokens [t, …], each once to a rank → the rows of this rank's experts, by expert."""
     assert here.tokens is not None
     came = spread(tokens, here.tokens, here.ep)
     return came if here.to_parts is None else experts.spread_rows(came, here.to_parts, here.etp)
 
 
 def combine(rows: Tensor, here: Meeting, dtype: torch.dtype) -> Tensor:
-    """The results of rows → [t, …]: of each token the sum of those that this tp rank sent. All that is sent is in
-    ``dtype``, which may be narrower than the rows."""
+    """Return the results of rows → [t, …]: of each token the sum of those that this tp rank sent. All that is sent is
+    in ``dtype``, which may be narrower than the rows."""
     assert here.tokens is not None
     if here.to_parts is not None:
         rows = experts.gather_in(rows.to(dtype), here.to_parts, here.etp)
@@ -116,14 +116,14 @@ def combine(rows: Tensor, here: Meeting, dtype: torch.dtype) -> Tensor:
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
-    """The rows of each expert of this rank times its own matrix, weights [E / ep, i, o]."""
+    """Return the rows of each expert of this rank times its own matrix, weights [E / ep, i, o]."""
     if has_kernel(rows, weights):
         return of_groups(rows, weights, here)
     return torch.cat([x @ w for x, w in zip(rows.split(here.sizes), weights, strict=True)])
 
 
 def of_groups(rows: Tensor, weights: Tensor, here: Meeting) -> Tensor:
-    """The same in one call, which reads the ends of each expert's rows on the device."""
+    """Return the same in one call, which reads the ends of each expert's rows on the device."""
     return _OfGroups.apply(rows, weights, here)  # pyright: ignore[reportReturnType]
 
 
@@ -144,7 +144,7 @@ class _OfGroups(torch.autograd.Function):
 def grouped_linear(
     rows: Tensor, weights: Tensor, here: Meeting, transposed: bool, handle: WeightGradients | None
 ) -> Tensor:
-    """Rows of this rank's experts, by expert [n, i] → [n, o]. ``handle``: as of passes.ops.linear."""
+    """Return rows of this rank's experts, by expert [n, i] → [n, o]. ``handle``: as of passes.ops.linear."""
     places = places_of(handle, (weights,)) if torch.is_grad_enabled() and rows.requires_grad else None
     if places is None:
         return grouped_mm(rows, _matrices(weights, transposed), here)
@@ -205,12 +205,12 @@ def has_kernel(rows: Tensor, weights: Tensor) -> bool:
 
 
 def has_grouped_kernel(device: torch.device) -> bool:
-    """Whether it multiplies groups of rows in one call: from Hopper on."""
+    """Return whether it multiplies groups of rows in one call: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def part(rows: Tensor, here: Meeting, number: int) -> Tensor:
-    """The rows of one expert of this rank.
+    """Return the rows of one expert of this rank.
 
     All experts' are cut at once: the backward then joins their gradients once, where each slice of its own would fill
     zeros for the rows of all others.
@@ -225,18 +225,18 @@ def part(rows: Tensor, here: Meeting, number: int) -> Tensor:
 
 
 def own_slices(value: Tensor, dim: int, ep: AxisHandle) -> Tensor:
-    """[.., E, ..] → [.., E / ep, ..]: of the experts of this rank. The gradient of the others' slices is zero here."""
+    """Take of [.., E, ..] the slices of this rank's experts [.., E / ep, ..]. The others' gradient is zero here."""
     number = value.shape[dim] // ep.size
     return value.narrow(dim, ep.rank * number, number)
 
 
 def ends_of(here: Meeting, dtype: torch.dtype) -> Tensor:
-    """The ends of the rows of each expert of this rank."""
+    """Return the ends of the rows of each expert of this rank."""
     return here.counts.cumsum(0).to(dtype)
 
 
 def ids_of(here: Meeting, num_rows: int) -> Tensor:
-    """The expert of each row, counted from this rank's first."""
+    """Return the expert of each row, counted from this rank's first."""
     return experts.owners(here.counts, sum(here.sizes))
 
 

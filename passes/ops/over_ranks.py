@@ -30,20 +30,20 @@ def cut_logsumexp(x: Tensor, dims: list[int], keepdim: bool, axis: AxisHandle, s
 
 
 def cut_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, axis: AxisHandle, size: int) -> Tensor:
-    """This rank's part of ``log_softmax(x, dim)``."""
+    """Return this rank's part of ``log_softmax(x, dim)``."""
     wide = widened(x if dtype is None else x.to(dtype))
     total = f(_LogSumExp.apply(wide, dim % x.dim(), axis, size), axis)
     return (wide - total).to(dtype or x.dtype)
 
 
 def cut_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, axis: AxisHandle, size: int) -> Tensor:
-    """This rank's part of ``softmax(x, dim)``."""
+    """Return this rank's part of ``softmax(x, dim)``."""
     wide = widened(x if dtype is None else x.to(dtype))
     return cut_log_softmax(wide, dim, None, axis, size).exp().to(dtype or x.dtype)
 
 
 def cut_gather(x: Tensor, dim: int, index: Tensor, axis: AxisHandle, size: int) -> Tensor:
-    """This rank's part (P) of ``x.gather(dim, index)``, x cut evenly on ``dim`` of ``size`` true elements.
+    """Return this rank's part (P) of ``x.gather(dim, index)``, x cut evenly on ``dim`` of ``size`` true elements.
 
     Raises RuntimeError for an index outside of them: no rank would find it.
     """
@@ -105,7 +105,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def cut_vector_norm(x: Tensor, dims: list[int] | None, keepdim: bool, axis: AxisHandle) -> Tensor:
-    """The Euclidean norm of all ranks' ``x`` together over ``dims``; one of them is sharded."""
+    """Return the Euclidean norm of all ranks' ``x`` together over ``dims``; one of them is sharded."""
     reduced = sorted({d % x.dim() for d in dims or range(x.dim())})
     result = _VectorNorm.apply(x, reduced, axis)
     return result if keepdim else result.squeeze(reduced)

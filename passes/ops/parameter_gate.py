@@ -28,19 +28,19 @@ class ParameterGate:
 
 
 def await_bucket(gate: ParameterGate, buffer: int, bucket: int) -> None:
-    """The parameters of a bucket may be read from here on. Unbound, they never were away."""
+    """Wait until the parameters of a bucket may be read. Unbound, they never were away."""
     if gate.wait is not None:
         gate.wait(buffer, bucket)
 
 
 def need_weights(gate: ParameterGate, units: Units, ahead: Units) -> None:
-    """The weights of ``units`` may be read from here on, until others are needed."""
+    """Wait until the weights of ``units`` may be read, which holds until others are needed."""
     if gate.need is not None:
         gate.need(units, ahead)
 
 
 def need_again(gate: ParameterGate, read: Any, units: Units, ahead: Units) -> None:
-    """The backward of the op that gave ``read`` (a tensor, or several) begins with ``need_weights``."""
+    """Begin the backward of the op that gave ``read`` (a tensor, or several) with ``need_weights``."""
     if gate.need is None or not torch.is_grad_enabled():
         return
     node = _graph_node(read)

@@ -74,7 +74,7 @@ class RandomState:
         return found[0], found[1]
 
     def _count(self, counter: torch.Tensor, *, with_step: bool = True) -> None:
-        """The step is written only when it changes: a graph of several microbatches contains the writes between them.
+        """Write the step only when it changes: a graph of several microbatches contains the writes between them.
 
         A graph of a part of a step would write the numbers of its capture with each replay: it writes none.
         """
@@ -86,7 +86,7 @@ class RandomState:
 
     @contextmanager
     def again(self, step: int, microbatch: int) -> Iterator[None]:
-        """Inside, the draws of an earlier forward are repeated."""
+        """Repeat inside the draws of an earlier forward."""
         before, self.is_again = (self.step, self.microbatch, self.is_again), True
         self.begin(step, microbatch)
         try:
@@ -96,7 +96,7 @@ class RandomState:
             self.is_again = before[2]
 
     def generator(self, device: torch.device, op: int, sharded: bool) -> torch.Generator:
-        """The generator for one draw of ``op``; ``sharded``: the tp ranks draw each their own."""
+        """Return the generator for one draw of ``op``; ``sharded``: the tp ranks draw each their own."""
         draw = Draw(self.microbatch, op, sharded, self.is_again)
         if self.drawn is not None:
             self.drawn[draw] = None
@@ -108,7 +108,7 @@ class RandomState:
         return self.put(found, draw)
 
     def put(self, generator: torch.Generator, draw: Draw) -> torch.Generator:
-        """``generator``, set to the begin of ``draw`` in this step."""
+        """Return ``generator``, set to the begin of ``draw`` in this step."""
         if generator.device.type != "cuda":
             return generator.manual_seed(self.stream_seed(draw))
         seed = self.stream_seed(draw, of_op=False)
@@ -118,13 +118,13 @@ class RandomState:
 
     @contextmanager
     def watched(self) -> Iterator[dict[Draw, None]]:
-        """Yields the draws made inside."""
+        """Yield the draws made inside."""
         drawn: dict[Draw, None] = {}
         with installed((self, "drawn", drawn)):
             yield drawn
 
     def drawing_by(self, generators: Mapping[Draw, torch.Generator], *, is_part: bool) -> AbstractContextManager[None]:
-        """A graph is captured meanwhile, with which these are registered.
+        """Draw inside from the generators that are registered with the graph under capture.
 
         ``is_part`` of a step: step and microbatch are written before each replay, and not by the graph.
         """
@@ -137,13 +137,13 @@ class RandomState:
 
     @contextmanager
     def as_default(self, device: torch.device, op: int, sharded: bool) -> Iterator[None]:
-        """Ops that know no other generator draw from the default one: it has this stream, then its own again."""
+        """Let ops that know no other generator draw from this stream inside: afterwards the default one continues."""
         own = self.generator(device, op, sharded)
         with installed((self, "default", own if self.registered is not None else None)), drawing_from(own):
             yield
 
     def stream_seed(self, draw: Draw, *, of_op: bool = True) -> int:
-        """63 bits of a hash of all that names a draw; without ``of_op``, a forward."""
+        """Return 63 bits of a hash of all that names a draw; without ``of_op``, a forward."""
         op = f"/{draw.op}" if of_op else ""
         text = f"{self.seed}/{self.step}/{draw.microbatch}{op}/{self.tp_rank if draw.sharded else -1}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -75,7 +75,7 @@ _OPEN = _Open()
 
 
 def abandon() -> None:
-    """A forward has failed: from now on tensors are saved as usual."""
+    """Save tensors as usual from now on: a forward has failed."""
     _OPEN.clear()
 
 
@@ -83,13 +83,14 @@ def abandon() -> None:
 
 
 def begin_block(call: BlockCall) -> None:
-    """Tensors that autograd saves from here on may be of the block; does nothing without gradients."""
+    """Watch from here on which tensors autograd saves: they may be of the block. Nothing happens without gradients."""
     if torch.is_grad_enabled():
         _OPEN.begin(_Forward(call))
 
 
 def watch_inside(call: BlockCall, number: int, inputs: Sequence[Any]) -> None:
-    """From here on, saved tensors that are no values of the graph belong to op ``number``, called with ``inputs``."""
+    """Take saved tensors that are no values of the graph, from here on, as those of op ``number``, called with
+    ``inputs``."""
     forward = _OPEN.of(call)
     if forward is not None:
         forward.watch(number, inputs)
@@ -248,13 +249,14 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _is_held(tensor: Tensor) -> bool:
-    """Whether a number was wrapped in a tensor: nothing is to be gained."""
+    """Return whether a number was wrapped in a tensor: nothing is to be gained."""
     return tensor.dim() == 0
 
 
 @contextmanager
 def _under(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """The function modes of the forward, such as that of a capture: autograd runs a backward without them."""
+    """Run inside under the function modes of the forward, such as that of a capture: autograd runs a backward without
+    them."""
     here = _get_current_function_mode_stack()
     missing = [mode for mode in modes if mode not in here]
     for mode in missing:
@@ -323,11 +325,11 @@ def blank_inputs(rerun: Rerun, number: int, inputs: Sequence[Any]) -> list[Any]:
 
 
 def leave_inside(rerun: Rerun, value: Any) -> Any:
-    """The op's result, without a graph of its own."""
+    """Return the op's result, without a graph of its own."""
     rerun.leave()
     return _detached(value)
 
 
 def _detached(value: Any) -> Any:
-    """A tensor, or several: of a compiled piece, one may itself be the tuple that an op gives."""
+    """Detach a tensor, or several: of a compiled piece, one may itself be the tuple that an op gives."""
     return tuple(map(_detached, value)) if isinstance(value, (tuple, list)) else value.detach()

@@ -35,12 +35,12 @@ class RegionCall:
 
 
 def run_region(call: RegionCall, inputs: Sequence[Any], held: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of a region and the inputs that go through it, by whoever is bound to run it."""
+    """Return the outputs of a region and the inputs that go through it, by whoever is bound to run it."""
     return run_eagerly(call, inputs, held) if call.run is None else call.run(call, inputs, held)
 
 
 def run_eagerly(call: RegionCall, inputs: Sequence[Any], held: Sequence[Any]) -> Sequence[Any]:
-    """As if there were no region."""
+    """Run the graph as if there were no region."""
     return (*call.module(*inputs, *held), *(inputs[i] for i in call.through))
 
 
@@ -69,7 +69,7 @@ class CompiledCall:
         self.run: Callable[[CompiledCall, Sequence[Any]], Sequence[Any]] | None = None
 
     def rows_of(self, inputs: Sequence[Any]) -> int | None:
-        """The number of rows of this call; None if no input counts them."""
+        """Return the number of rows of this call; None if no input counts them."""
         found = {x.shape[0] for x, counts in zip(inputs, self.counts_rows, strict=True) if counts}
         assert len(found) < 2, f"{self} of {self.where} reads rows of several exchanges"
         return next(iter(found), None)
@@ -79,5 +79,5 @@ class CompiledCall:
 
 
 def run_piece(call: CompiledCall, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of a piece, by whoever is bound to run it."""
+    """Return the outputs of a piece, by whoever is bound to run it."""
     return call.module(*inputs) if call.run is None else call.run(call, inputs)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ops.axis import AxisHandle, Way, has_values
-from passes.ops.collectives import gather, note, scatter
+from passes.ops.axis import AxisHandle, Way, has_values, own_part
+from passes.ops.collectives import gather, note, part, scatter
 from passes.ops.counts import ExpertLoad
-from passes.types.types import V
+from passes.types.types import V, evenly
 
 
 def send_slots(
@@ -44,40 +44,28 @@ def send_slots(
 def return_slots(
     x: Tensor, experts: int, slots: int, tp: AxisHandle, ep: AxisHandle, etp: AxisHandle, size: int
 ) -> Tensor:
-    """The results of the slots; of ``size`` slots those that this rank sent, zeros at the others' places."""
+    """Return the results of the slots; of ``size`` slots those that this rank sent, zeros at the others' places."""
     own = scatter(x, etp, V(slots, x.shape[slots])) if etp.size > 1 else x
     return placed(_trade(own, ep, slots, experts), slots, tp, size)
 
 
 def share_of(x: Tensor, dim: int, tp: AxisHandle) -> Tensor:
     """This tp rank's share of slots that all tp ranks have."""
-    size = x.shape[dim]
-    each = -(-size // tp.size)
-    start = min(tp.rank * each, size)
-    own = x.narrow(dim, start, min(each, size - start))
-    missing = each - own.shape[dim]
-    if not missing:
-        return own
-    return torch.cat([own, x.narrow(dim, size - 1, 1).expand(*_with(x.shape, dim, missing))], dim)
+    return part(x, evenly(dim, x.shape[dim], tp.size), tp.size, tp.rank)
 
 
 def placed(own: Tensor, dim: int, tp: AxisHandle, size: int) -> Tensor:
-    """Its share among ``size`` slots, zeros elsewhere."""
+    """Return its share among ``size`` slots, zeros elsewhere."""
     if tp.size == 1:
         return own
-    each = own.shape[dim]
-    start = min(tp.rank * each, size)
-    stop = min(start + each, size)
-    before, after = (own.new_zeros(_with(own.shape, dim, n)) for n in (start, size - stop))
-    return torch.cat([before, own.narrow(dim, 0, stop - start), after], dim)
-
-
-def _with(shape: torch.Size, dim: int, size: int) -> list[int]:
-    return [size if d == dim else n for d, n in enumerate(shape)]
+    start, count = own_part(own.shape[dim], tp, size)
+    beyond = min(start, size), max(0, size - start - count)
+    before, after = (own.new_zeros([n if d == dim else m for d, m in enumerate(own.shape)]) for n in beyond)
+    return torch.cat([before, own.narrow(dim, 0, count), after], dim)
 
 
 def _trade(x: Tensor, axis: AxisHandle, split: int, joined: int) -> Tensor:
-    """Each rank sends every rank its part of one dim; the received parts are concatenated along another."""
+    """Send every rank its part of one dim; the received parts are concatenated along another."""
     if axis.size == 1:
         return x
     there = partial(_exchanged, axis=axis, split=split, joined=joined, phase="forward")

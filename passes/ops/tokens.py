@@ -44,8 +44,8 @@ def spread(tokens: Tensor, way: TokenWay, axis: AxisHandle) -> Tensor:
 
 
 def collect(rows: Tensor, way: TokenWay, axis: AxisHandle, dtype: torch.dtype) -> Tensor:
-    """The rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks. Sums that are
-    sent are rounded to ``dtype``, and gradients have it on their way too."""
+    """Return the rows of this rank's experts → [num_tokens, …]: of each token the sum of its rows, of all ranks. Sums
+    that are sent are rounded to ``dtype``, and gradients have it on their way too."""
     return moved(rows, way, axis, partial(_collect, dtype=dtype), partial(_spread, dtype=rows.dtype))
 
 
@@ -64,7 +64,7 @@ def _collect(rows: Tensor, way: TokenWay, axis: AxisHandle, phase: str, dtype: t
 
 
 def _summed(rows: Tensor, places: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[size, …]: the sum of the rows of each place, rounded once, to ``dtype``. In one order on every device."""
+    """Return [size, …]: the sum of the rows of each place, rounded once, to ``dtype``. In one order on every device."""
     wide = widened(rows)
     total = wide.new_zeros(size, *rows.shape[1:])
     return total.index_put_((places,), wide, accumulate=True).to(dtype)
@@ -107,7 +107,7 @@ class Leaving:
         return torch.cat([self.num[:, None], to_node, beside], 1)
 
     def places(self, splits: Splits, figures: Figures, axis: AxisHandle) -> Tensor:
-        """Of the rows of this rank's experts, the places of their tokens among those that come from all ranks."""
+        """Return for the rows of this rank's experts the places of their tokens among those from all ranks."""
         first = self.num.cumsum(0) - self.num
         own = (self.place[self.key] - first[self.rank]).to(torch.int32)
         there = exchanged(own, splits.sent, splits.received, axis, "forward")
@@ -130,7 +130,7 @@ def _direct(leaving: Leaving, figures: Figures) -> tuple[Hop, ...]:
 
 
 def _by_node(leaving: Leaving, figures: Figures, axis: AxisHandle) -> tuple[Hop, ...]:
-    """Each token once to each node, then from there to the ranks of the node that have experts of it."""
+    """Send each token once to each node, then from there to the ranks of the node that have experts of it."""
     inner, ranks = leaving.inner, range(leaving.ep)
     node, place = divmod(axis.rank, inner)
     beside = [rank % inner == place for rank in ranks]  # of each node the rank with the same place
@@ -147,7 +147,7 @@ def _by_node(leaving: Leaving, figures: Figures, axis: AxisHandle) -> tuple[Hop,
 
 
 def _true_places(marks: Tensor, total: int) -> Tensor:
-    """The column of each true element of a matrix, row by row; the host knows their number."""
+    """Return the column of each true element of a matrix, row by row; the host knows their number."""
     flat = marks.reshape(-1)
     found = torch.empty(total + 1, dtype=torch.int64, device=marks.device)  # the last for those that are not
     at = torch.where(flat, flat.cumsum(0) - 1, total)

@@ -68,11 +68,11 @@ class WeightGradients:
         return self._places
 
     def place_of(self, parameter: Tensor) -> SumPlace | None:
-        """The place of the gradient of ``parameter``; None: it goes to autograd."""
+        """Return the place of the gradient of ``parameter``; None: it goes to autograd."""
         return None if self.places is None else self.places.place_of(parameter)
 
     def as_bound_now(self) -> WeightGradients:
-        """Another handle, which stays bound to the places of this moment: for an op that runs a second time."""
+        """Return another handle, which stays bound to the places of this moment: for an op that runs a second time."""
         found = WeightGradients()
         found._places = self.places
         return found
@@ -120,11 +120,11 @@ class WeightGradients:
             work(given)
 
     def forget(self) -> None:
-        """A step has failed: drop its deferred work."""
+        """Drop the deferred work of a step that has failed."""
         self._aside, self._kept = None, {}
 
     def by_autograd(self) -> AbstractContextManager[None]:
-        """Inside, forwards leave their weights to autograd, for callers that read its gradients."""
+        """Leave the weights of forwards inside to autograd, for callers that read its gradients."""
         return installed((self, "_places", None))
 
 
@@ -152,12 +152,12 @@ class AtOnce(WeightGradients):
         raise AssertionError("no deferred work belongs to a captured region or uses its memory")
 
     def bound_to(self, places: Places) -> AbstractContextManager[None]:
-        """Gradients of meanwhile are added there."""
+        """Add gradients there meanwhile."""
         return installed((self, "_places", places))
 
 
 def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:
-    """The exchange of the next work, under way."""
+    """Return the exchange of the next work, under way."""
     begin = kept[0][0] if kept else None
     return None if begin is None else begin()
 
@@ -166,7 +166,7 @@ def _begun(kept: deque[tuple[Begin | None, Work]]) -> Callable[[], Any] | None:
 
 
 def add_product(main: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) -> None:
-    """``main`` [m, n] plus left [m, r] @ right [r, n]; ``is_fresh``: the product alone."""
+    """Add left [m, r] @ right [r, n] to ``main`` [m, n]; ``is_fresh``: write the product alone."""
     if main.dtype == left.dtype:
         torch.mm(left, right, out=main) if is_fresh else main.addmm_(left, right)
     elif main.is_cuda and main.dtype == torch.float32 and left.dtype in HALF:
@@ -179,13 +179,13 @@ def add_product(main: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) ->
 
 
 def add_products(main: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], *, is_fresh: bool) -> None:
-    """The same of each part of ``main`` [parts, m, n]."""
+    """Add the same to each part of ``main`` [parts, m, n]."""
     for part, left, right in zip(main.unbind(0), lefts, rights, strict=True):
         add_product(part, left, right, is_fresh=is_fresh)
 
 
 def add_whole(main: Tensor, gradient: Tensor, *, is_fresh: bool) -> None:
-    """``main`` plus a gradient of its shape; ``is_fresh``: the gradient alone."""
+    """Add to ``main`` a gradient of its shape; ``is_fresh``: write the gradient alone."""
     if is_fresh:
         main.copy_(gradient)
     else:
@@ -193,7 +193,7 @@ def add_whole(main: Tensor, gradient: Tensor, *, is_fresh: bool) -> None:
 
 
 def add_rows(main: Tensor, rows: Tensor, *, is_fresh: bool) -> None:
-    """``main`` [m] plus the sum over dim 0 of ``rows`` [r, m]."""
+    """Add to ``main`` [m] the sum over dim 0 of ``rows`` [r, m]."""
     if is_fresh:
         torch.sum(rows, 0, dtype=main.dtype, out=main)
     else:

@@ -32,12 +32,12 @@ class TypeChange:
 
 
 def sent_type(placement: Placement) -> Placement:
-    """The type in which a value crosses to the next stage: never as partial sums."""
+    """Return the type in which a value crosses to the next stage: never as partial sums."""
     return I if placement.kind == "P" else placement
 
 
 def runs_here(stages: StageAssignment, node: fx.Node, stage: int) -> bool:
-    """Whether ``stage`` computes the node (placeholders stand wherever they are read)."""
+    """Return whether ``stage`` computes the node (placeholders stand wherever they are read)."""
     return node.op == "placeholder" or stages.runs_on(node.name, stage)
 
 
@@ -50,7 +50,7 @@ def type_at(placements: Placements, stages: StageAssignment, node: fx.Node, stag
 def wanted_types(
     placements: Placements, stages: StageAssignment, program: Program, stage: int
 ) -> Iterator[tuple[fx.Node, Placement, str]]:
-    """(value, type, reader) for all that ``stage`` reads, the values it sends and the loss included."""
+    """Yield (value, type, reader) for all that ``stage`` reads, the values it sends and the loss included."""
     for node in program.graph.graph.nodes:
         if node.op == "call_function" and stages.runs_on(node.name, stage):
             for position, value in enumerate(node.all_input_nodes):
@@ -67,7 +67,7 @@ def wanted_types(
 def type_changes(
     placements: Placements, stages: StageAssignment, program: Program, stage: int
 ) -> tuple[TypeChange, ...]:
-    """Every change of type on ``stage``, each once, in the order of the values."""
+    """Return every change of type on ``stage``, each once, in the order of the values."""
     found: dict[tuple[str, Placement], list[str]] = {}
     for value, after, reader in wanted_types(placements, stages, program, stage):
         if type_at(placements, stages, value, stage) != after:
@@ -99,13 +99,13 @@ class Placements:
     etp: int = 0
 
     def size(self, node: fx.Node) -> int:
-        """Ranks over which the value of ``node`` is typed."""
+        """Return the ranks over which the value of ``node`` is typed."""
         return self.tp if axis_of(node) == "tp" else self.etp or self.tp
 
     def of(self, node: fx.Node) -> Placement:
-        """The type of the value that ``node`` makes."""
+        """Return the type of the value that ``node`` makes."""
         return self.options[node.name].out
 
     def wanted(self, node: fx.Node, position: int) -> Placement:
-        """The type in which ``node`` reads its ``position``-th input (order of ``all_input_nodes``)."""
+        """Return the type in which ``node`` reads its ``position``-th input (order of ``all_input_nodes``)."""
         return self.options[node.name].args[position]

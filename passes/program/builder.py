@@ -45,7 +45,7 @@ class Builder:
         return node
 
     def repeated(self, x: fx.Node, dim: int, times: int) -> fx.Node:
-        """Each index of a dim ``times`` in a row."""
+        """Return each index of a dim ``times`` in a row."""
         before, (size, *rest) = shape_of(x)[:dim], shape_of(x)[dim:]
         apart = self.call(aten.reshape.default, x, [*before, size, 1, *rest])
         each = self.call(aten.expand.default, apart, [*before, size, times, *rest])
@@ -53,7 +53,7 @@ class Builder:
 
 
 def arguments_with(node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call with other nodes in the place of some."""
+    """Return (args, kwargs) of a call with other nodes in the place of some."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: own.get(n, n))
     return tuple(args), dict(kwargs)
 

@@ -37,7 +37,7 @@ _UNKNOWN = object()
 
 
 def node_of(tensor: Tensor, tracer: Any) -> Any:
-    """The node that made a tensor; None for one that no call of this forward made."""
+    """Return the node that made a tensor; None for one that no call of this forward made."""
     return proxy_tensor.get_proxy_slot(tensor, tracer, None, lambda slot: slot.proxy.node)
 
 
@@ -85,7 +85,7 @@ def _known(tensor: Tensor, tracer: Any) -> Tensor | None:
 
 
 def known_results(prepared: Callable[[Any, Any, Any], Any]) -> tuple[Any, str, Any]:
-    """(owner, name, replacement) with which export records known shapes in place of those that depend on data.
+    """Return (owner, name, replacement) with which export records known shapes in place of those that depend on data.
 
     ``prepared``: the arguments of a call, given the tracing mode, the op, and the arguments before.
     """
@@ -174,7 +174,7 @@ _RESULTS = {
 
 
 def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """The value of ``node`` from constants, attributes of ``root``, and ``given`` values; None if it reads more.
+    """Return the value of ``node`` from constants, attributes of ``root``, and ``given`` values; None if it reads more.
 
     Called with tracing and fake tensors switched off, while ``node`` is the last call that was recorded.
     """
@@ -190,7 +190,7 @@ def value_of(node: fx.Node, root: Any, given: Mapping[fx.Node, Tensor]) -> Tenso
 
 
 def with_writes(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs of a value, the views of its memory, and the writes into that."""
+    """Yield the inputs of a value, the views of its memory, and the writes into that."""
     yield from operands(node)
     if node.op == "get_attr":
         yield from node.graph.find_nodes(op="get_attr", target=node.target, sort=False)
@@ -203,7 +203,7 @@ def with_writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a call adds nothing to constants."""
+    """Return whether a call adds nothing to constants."""
     if node.op == "get_attr":
         return True
     sizes = [value.numel() for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
@@ -230,7 +230,7 @@ SHAPE_READERS = VALUED  # of their operand the shape, or the dtype, alone; the v
 
 
 def follows(node: fx.Node) -> bool:
-    """Whether a call gives the same value each time that it is given the same operands."""
+    """Return whether a call gives the same value each time that it is given the same operands."""
     return node.op == "call_function" and not is_random(node)
 
 
@@ -241,7 +241,7 @@ def is_made_of(node: fx.Node, known: Collection[fx.Node]) -> bool:
 
 
 def computed(node: fx.Node, value_of: Callable[[fx.Node], Any], device: str = "cpu") -> Any:
-    """The result of a call for its operands' values, on ``device``."""
+    """Return the result of a call for its operands' values, on ``device``."""
 
     def given(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -274,7 +274,7 @@ class Constants:
         return node.target in self.shape_readers or all(n in self.nodes for n in node.all_input_nodes)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
-        """The value of a constant node on the CPU; None if it would be too large to look at."""
+        """Return the value of a constant node on the CPU; None if it would be too large to look at."""
         for inner in in_order([node], step=lambda n: () if n.target in self.shape_readers else n.all_input_nodes):
             if inner in self._values:
                 continue

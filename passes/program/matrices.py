@@ -133,8 +133,8 @@ def _by_cuts(read: Read, shape: Sequence[int], by_heads: bool) -> Matrices | Non
 
 
 def _parts(node: fx.Node, rows: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
-    """Each part into which the value is cut, and its rows. ``rows``: that of each element; along other dims it does not
-    change, and has no strides."""
+    """Yield each part into which the value is cut, and its rows. ``rows``: that of each element; along other dims it
+    does not change, and has no strides."""
     users = [user for user in node.users if user.op == "call_function"]
     if len(users) == 1 and (seen := _seen(users[0], rows)) is not None:
         yield from _parts(users[0], seen)
@@ -151,7 +151,7 @@ def _parts(node: fx.Node, rows: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
 
 
 def _seen(user: fx.Node, rows: Tensor) -> Tensor | None:
-    """``rows`` behind a reader that only lays the elements out, or adds a bias."""
+    """Return ``rows`` behind a reader that only lays the elements out, or adds a bias."""
     if user.target in groups.RESHAPES:
         try:
             return rows.view(user.meta["val"].shape)
@@ -187,7 +187,7 @@ def _heads(part: fx.Node, rows: Tensor) -> list[Tensor]:
 
 
 def _distinct(rows: Tensor) -> Tensor:
-    """The rows, each once, in their order."""
+    """Return the rows, each once, in their order."""
     return _each_once(rows).flatten()
 
 
@@ -197,7 +197,7 @@ def _each_once(rows: Tensor) -> Tensor:
 
 
 def _meet_again(parts: list[fx.Node]) -> bool:
-    """Whether several of them lead to one concatenation, with no product or attention between."""
+    """Return whether several of them lead to one concatenation, with no product or attention between."""
     joins: set[fx.Node] = set()
     for part in parts:
         beyond = walk([part], readers, stop=lambda n: _is_join(n) or _is_product(n), most=200)
@@ -217,7 +217,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _pattern(dim: int, size: int, parts: list[Tensor]) -> Matrices | None:
-    """The parts as repeated rows; None if they are no such."""
+    """Return the parts as repeated rows; None if they are no such."""
     parts = sorted((part.sort().values for part in parts), key=lambda part: int(part[0]))
     repeats = int((parts[0].diff() != 1).sum()) + 1
     if any(len(part) % repeats for part in parts):

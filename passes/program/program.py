@@ -123,12 +123,12 @@ class Program:
 
 
 def copied(program: Program) -> Program:
-    """The full program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
+    """Return the full program again. Values in ``node.meta`` (tensors without memory) and constants are shared."""
     return program_of(program, copied_graph(program.graph.graph)[0])
 
 
 def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """The same calls under the same names; each node with its copy."""
+    """Return the same calls under the same names; each node with its copy."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copies[node] = made.node_copy(node, copies.__getitem__)
@@ -138,7 +138,7 @@ def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def program_of(program: Program, graph: fx.Graph) -> Program:
-    """``program`` with ``graph``, which holds copies of all or some of its nodes under their names."""
+    """Return ``program`` with ``graph``, which holds copies of all or some of its nodes under their names."""
     there = {node.name for node in graph.nodes}
     of_nodes = {name: getattr(program, name) for name in ("parameters", "buffers", "constants")}
     left = {name: {k: v for k, v in held.items() if k in there} for name, held in of_nodes.items()}
@@ -182,7 +182,7 @@ class StageAssignment:
     cost_of_stage: tuple[int, ...]
 
     def runs_on(self, name: str, stage: int) -> bool:
-        """Whether ``stage`` computes the call ``name``."""
+        """Return whether ``stage`` computes the call ``name``."""
         return stage in self.copies[name] if name in self.recomputed else self.stage_of.get(name) == stage
 
     def tied(self) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*
 
 @lru_cache(maxsize=4096)
 def is_foreign_frame(filename: str) -> bool:
-    """Whether a frame belongs to PyTorch, to us or to generated code, and so is of no use to a user."""
+    """Return whether a frame belongs to PyTorch, to us or to generated code, and so is of no use to a user."""
     return filename.startswith((_TORCH, "<", *_OURS)) or "eval_with_key" in filename
 
 
@@ -45,12 +45,12 @@ def frames_of(node: fx.Node) -> tuple[tuple[str, int], ...]:
 
 
 def lines_of(node: fx.Node) -> tuple[int, ...]:
-    """The lines alone, by which calls can be ordered."""
+    """Return the lines alone, by which calls can be ordered."""
     return tuple(line for _, line in frames_of(node))
 
 
 def where_of_frame(code: CodeType, line: int, module: str = "") -> Where:
-    """The source line of a frame that ran ``code``."""
+    """Return the source line of a frame that ran ``code``."""
     return Where(module, code.co_filename, line, linecache.getline(code.co_filename, line).strip())
 
 
@@ -64,13 +64,13 @@ def code_of(function: Any) -> CodeType | None:
 
 
 def where_of_definition(function: Any, module: str = "") -> Where | None:
-    """The line at which a function begins."""
+    """Return the line at which a function begins."""
     code = code_of(function)
     return None if code is None else where_of_frame(code, code.co_firstlineno, module)
 
 
 def users_frame() -> tuple[CodeType, int] | None:
-    """The code and the line of the user's innermost frame that is running now."""
+    """Return the code and the line of the user's innermost frame that is running now."""
     frames = ((frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
     return next((site for site in frames if not is_foreign_frame(site[0].co_filename)), None)
 
@@ -81,7 +81,7 @@ def origin_of(node: fx.Node) -> dict[str, Any]:
 
 
 def where_of(node: fx.Node) -> Where:
-    """Module and the user's source line of a node, as far as capture knows."""
+    """Return the module and the user's source line of a node, as far as capture knows."""
     frames = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if not is_foreign_frame(m["file"])]
     if not frames:
         return Where(module=module_of(node))

@@ -21,17 +21,17 @@ Step = Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def operands(node: fx.Node) -> Iterable[fx.Node]:
-    """The step up: the inputs of a node."""
+    """Return the step up: the inputs of a node."""
     return node.all_input_nodes
 
 
 def readers(node: fx.Node) -> Iterable[fx.Node]:
-    """The step down: the users of a node."""
+    """Return the step down: the users of a node."""
     return node.users
 
 
 def neighbours(node: fx.Node) -> Iterable[fx.Node]:
-    """The step either way."""
+    """Return the step either way."""
     return (*node.all_input_nodes, *node.users)
 
 
@@ -59,7 +59,7 @@ def walk(
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes themselves and all that they are made of."""
+    """Return the nodes themselves and all that they are made of."""
     return set(walk(nodes, operands))
 
 
@@ -85,7 +85,7 @@ class Reach:
         self._known: dict[fx.Node, int] = {}
 
     def of(self, nodes: Collection[fx.Node]) -> Reached:
-        """The nodes themselves and all that they lead to."""
+        """Return the nodes themselves and all that they lead to."""
         found, work = 0, [self._place[node] for node in nodes]
         heapq.heapify(work)
         while work:
@@ -122,7 +122,7 @@ def leads_out(node: fx.Node, groups: Mapping[fx.Node, T]) -> bool:
 
 
 def meetings(tips: Collection[fx.Node], *, most: int) -> Iterator[fx.Node]:
-    """Calls that every one of ``tips`` leads to, in the graph's order. ``most``: how many calls are looked at."""
+    """Yield calls that every one of ``tips`` leads to, in the graph's order. ``most``: how many calls are looked at."""
     reached: dict[fx.Node, set[fx.Node]] = {tip: {tip} for tip in tips}
     work, seen = sorted(tips), set(tips)
     for _ in range(most):
@@ -162,7 +162,7 @@ def last_of_header(value: fx.Node) -> fx.Node:
 
 
 def in_turn(reads: Mapping[T, Iterable[T]], rank: Mapping[T, Any]) -> list[T]:
-    """Each key of ``reads`` after those that it reads; of several that may come next, that of the least rank."""
+    """Return each key of ``reads`` after those that it reads; of several that may come next, that of the least rank."""
     sorter, ready, order = TopologicalSorter(reads), list[tuple[Any, int, T]](), list[T]()
     place = {unit: i for i, unit in enumerate(reads)}
     sorter.prepare()

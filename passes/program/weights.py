@@ -24,7 +24,7 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def is_weight(node: fx.Node, least_dims: int = 0) -> bool:
-    """Whether the value is a parameter, or computed of parameters, buffers and constants alone.
+    """Return whether the value is a parameter, or computed of parameters, buffers and constants alone.
 
     ``least_dims``: of each of the parameters.
     """
@@ -37,12 +37,12 @@ def is_weight(node: fx.Node, least_dims: int = 0) -> bool:
 
 
 def is_computed_weight(node: fx.Node, least_dims: int = 0) -> bool:
-    """Whether a call gives a weight: a changed one, or several together."""
+    """Return whether a call gives a weight: a changed one, or several together."""
     return node.op == "call_function" and is_weight(node, least_dims)
 
 
 def matrices_read(call: fx.Node) -> list[fx.Node]:
-    """The parameters that weights of several dims are, or are computed of, which a call reads."""
+    """Return the parameters that weights of several dims are, or are computed of, which a call reads."""
     read = [n for n in call.all_input_nodes if is_weight(n) and n.meta["val"].dim() > 1]
     return sorted(n for n in walk(read, operands) if is_parameter(n))
 

@@ -26,12 +26,12 @@ def like(call: Call) -> OpRule:
 
 
 def shaped_like(call: Call) -> OpRule:
-    """The second operand gives a shape or a dtype alone."""
+    """Align the first operand; the second gives a shape or a dtype alone."""
     return aligned(call).done(unread=range(1, len(call.shapes)))
 
 
 def new(call: Call) -> OpRule:
-    """A given size: no operand, or one that gives its dtype alone."""
+    """Align no operand: the size is given, and an operand gives its dtype alone."""
     return aligned(call, operands=()).done(unread=range(len(call.shapes)))
 
 
@@ -62,7 +62,7 @@ def last_two(call: Call) -> OpRule:
 
 
 def _dims(call: Call) -> frozenset[int]:
-    """The last one if the op has no such argument, all of them if it is None."""
+    """Return the last one if the op has no such argument, all of them if it is None."""
     found = call.dims(*NAMES)
     if found is not None:
         return found
@@ -116,7 +116,7 @@ def norm(call: Call) -> OpRule:
 
 
 def _without(call: Call, gone: Collection[int]) -> OpRule:
-    """The dims of the operand but ``gone`` come first in the result, in their order."""
+    """Put the dims of the operand but ``gone`` first in the result, in their order."""
     factors = Factors(call)
     for place, dim in enumerate(d for d in range(len(call.shapes[0])) if d not in gone):
         factors.add(EACH, (0, dim), (RESULT, place))
@@ -129,7 +129,7 @@ def selected(call: Call) -> OpRule:
 
 
 def diagonal(call: Call) -> OpRule:
-    """The elements of the diagonal come last."""
+    """Put the elements of the diagonal last."""
     return _without(call, {call.given[name] % len(call.shapes[0]) for name in ("dim1", "dim2")})
 
 

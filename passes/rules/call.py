@@ -32,7 +32,7 @@ class Call:
         return named(self.node)
 
     def position(self, name: str) -> int | None:
-        """The operand that an argument names; None if it is absent."""
+        """Return the operand that an argument names; None if it is absent."""
         value = self.given.get(name)
         return self.operands.index(value) if isinstance(value, fx.Node) and value in self.operands else None
 
@@ -57,7 +57,7 @@ def call_of(node: fx.Node) -> Call | None:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that a call reads, one for each occurrence, in the order of its schema."""
+    """Return the tensors that a call reads, one for each occurrence, in the order of its schema."""
     found, ordered = list[fx.Node](), node.args
     if node.kwargs:
         schema, given = getattr(node.target, "_schema", None), arguments(node)

@@ -58,7 +58,7 @@ def node_flops(node: fx.Node) -> int:
 
 
 def has_flops(node: fx.Node) -> bool:
-    """Whether ``node`` is a product, or another op with FLOPs; most are known without their number."""
+    """Return whether ``node`` is a product, or another op with FLOPs; most are known without their number."""
     packet = packet_of(node.target)
     return (packet in FLOPS and packet is not aten.einsum) or node_flops(node) > 0
 

@@ -33,7 +33,7 @@ TRIALS = 4
 def tied(
     call: fx.Node, node: fx.Node, place: Place, size: int, known: Known = rule_of
 ) -> Iterator[tuple[fx.Node, Place]]:
-    """Places of ``call`` and its operands that count the same as one of ``node``, which is among them."""
+    """Yield the places of ``call`` and its operands that count the same as one of ``node``, which is among them."""
     rule = known(call)
     if rule is None:
         return
@@ -45,7 +45,7 @@ def tied(
 
 
 def tied_dims(call: fx.Node, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-    """(value, dim) of the same that are whole dims."""
+    """Return (value, dim) of the same that are whole dims."""
     size = shape_of(node)[dim]
     found = tied(call, node, (dim, 1), size)
     return list(dict.fromkeys((n, d) for n, (d, inner) in found if inner == 1 and shape_of(n)[d] == size))
@@ -59,7 +59,7 @@ def follow(
     *,
     every: bool = False,
 ) -> dict[fx.Node, int]:
-    """The dims that count the same as those of ``start``, for all ``calls`` and operands that have one.
+    """Return the dims that count the same as those of ``start``, for all ``calls`` and operands that have one.
 
     Raises the error of ``refusal`` if a call acts along that dim (``why``), or has none where ``every`` one must, or if
     two dims of a value count the same.
@@ -95,12 +95,12 @@ def _keeps(node: fx.Node, known: Mapping[fx.Node, int]) -> bool:
 
 
 def rule_by_rows(node: fx.Node) -> OpRule | None:
-    """The rule of a call; None without one, and for a call that draws numbers for all rows at once."""
+    """Return the rule of a call; None without one, and for a call that draws numbers for all rows at once."""
     return None if draws(node.target) and not is_pointwise(node.target) else rule_of(node)
 
 
 def stays_zero(node: fx.Node, zero: Collection[fx.Node]) -> bool:
-    """Whether a call's result is zero at the zeros of all its operands in ``zero``, for any other input."""
+    """Return whether a call's result is zero at the zeros of all its operands in ``zero``, for any other input."""
     read = [n for n in node.all_input_nodes if n in zero]
     if not read:
         return False

@@ -70,7 +70,7 @@ def index_add(call: Call) -> OpRule:
 
 
 def _placed(call: Call, others: Sequence[int | None], *index: tuple[int | None, int]) -> OpRule:
-    """``others`` are put along the dim, by the ``index``."""
+    """Return ``others`` are put along the dim, by the ``index``."""
     x, factors, along = call.position("self"), Factors(call), _dim(call)
     for dim in range(len(call.result)):
         if dim == along:

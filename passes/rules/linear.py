@@ -30,7 +30,7 @@ def sums(call: Call) -> Sets:
 
 
 def factors(call: Call) -> Sets:
-    """Each operand, while the others stay: not of x · x."""
+    """Return each operand as a set of its own, while the others stay: not of x · x."""
     if len(set(call.operands)) < len(call.operands):
         return ()
     return tuple(frozenset({i}) for i in range(len(call.operands)))
@@ -49,7 +49,7 @@ def masked(call: Call) -> Sets:
 
 
 def of(*names: str) -> Callable[[Call], Sets]:
-    """The arguments of these names together: not an index beside them."""
+    """Return the arguments of these names together: not an index beside them."""
     return lambda call: (frozenset(p for name in names if (p := call.position(name)) is not None),)
 
 
@@ -87,6 +87,6 @@ LINEAR: dict[Any, Callable[[Call], Sets]] = (
 
 
 def linear_in(call: Call, packet: Any) -> Sets:
-    """The operands, by position; empty if the op is linear in none."""
+    """Return the operands, by position; empty if the op is linear in none."""
     found = LINEAR.get(packet)
     return found(call) if found is not None else ()

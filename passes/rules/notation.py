@@ -32,7 +32,7 @@ class Pattern:
         return f"{', '.join(terms[:-1])} -> {terms[-1]}"
 
     def fits(self, call: Call) -> bool:
-        """Whether operands and dims are as many, and a word has one size in all its places (or 1, broadcast)."""
+        """Return whether operands and dims are as many, and a word has one size in all its places (or 1, broadcast)."""
         shapes = (*call.shapes, call.result)
         terms = (*self.operands, self.result)
         if len(terms) != len(shapes) or any(not _covers(t, s) for t, s in zip(terms, shapes, strict=True)):
@@ -63,7 +63,7 @@ class Pattern:
 
 
 def parse(text: str) -> Pattern:
-    """Raises ValueError with the word, or the part, that is wrong."""
+    """Raise ValueError with the word, or the part, that is wrong."""
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise ValueError(f'"{text}" has not one "->" between its operands and its result')
@@ -96,7 +96,7 @@ def _words(term: str, marks: dict[str, set[str]]) -> tuple[str, ...]:
 
 
 def _role(word: str, marks: set[str]) -> Role:
-    """A mark may be left out if another place has it."""
+    """Return the role of a word: its mark may be left out if another place has it."""
     given = marks - {""}
     if len(given) > 1:
         raise ValueError(f'"{word}" is marked in two ways')

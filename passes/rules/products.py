@@ -12,7 +12,7 @@ Builder = Callable[[Call], OpRule | None]
 
 
 def text(*patterns: str) -> Builder:
-    """The first of the patterns that fits."""
+    """Return the first of the patterns that fits."""
     return text_of(*(parse(pattern) for pattern in patterns))
 
 

@@ -59,23 +59,23 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
 
     def along(self, operand: int, dim: int) -> list[Factor]:
-        """The factors of one dim, the innermost first."""
+        """Return the factors of one dim, the innermost first."""
         found = [(p.inner, f) for f in self.factors if (p := f.at(operand)) is not None and p.dim == dim]
         return [f for _, f in sorted(found, key=lambda pair: pair[0])]
 
     def is_alone(self, operand: int, dim: int) -> bool:
-        """Whether each index of a dim, its rows, is computed by itself."""
+        """Return whether each index of a dim, its rows, is computed by itself."""
         return all(factor.role is Role.EACH for factor in self.along(operand, dim))
 
     def sole(self, operand: int, dim: int) -> Factor | None:
-        """The factor that is all of a dim; None if it has several, or none."""
+        """Return the factor that is all of a dim; None if it has several, or none."""
         found = self.along(operand, dim)
         return found[0] if len(found) == 1 else None
 
     def carried(self, source: int, dim: int, inner: int, size: int, target: int) -> tuple[int, int] | None:
-        """(dim, inner) in another operand, or in the result, of the things that (position // inner) % size counts in
-        ``dim`` of ``source``; None if they are missing, or not together. One thing alone is that of a factor of one.
-        """
+        """Return (dim, inner) in another operand, or in the result, of the things that (position // inner) % size
+        counts in ``dim`` of ``source``; None if they are missing, or not together. One thing alone is that of a factor
+        of one."""
         step, end, found = 1, inner * size, []
         for factor in self.along(source, dim):
             first, last = max(inner, step), min(end, step * factor.size)
@@ -117,7 +117,7 @@ class Factors:
             self.found.append(Factor(role, size, tuple(held)))
 
     def done(self, unread: Iterable[int] = ()) -> OpRule:
-        """A dim without a factor is mixed by itself, unless it is broadcast."""
+        """Give each dim without a factor a mixed one of its own, unless it is broadcast."""
         ignored = frozenset(unread)
         taken = {(p.operand, p.dim) for f in self.found for p in f.places}
         rest = [

@@ -44,7 +44,7 @@ def _factor(role: Role, size: int, *places: Place | int | None) -> Factor:
 
 
 def batch_norm(call: Call) -> OpRule:
-    """The first result alone. With the statistics that it holds, each element by itself."""
+    """Return the first result alone. With the statistics that it holds, each element by itself."""
     factors = _of_channels(call)
     role = MIX if call.given.get("training", True) and "no_training" not in str(call.node.target) else EACH
     for dim in (d for d in range(len(call.result)) if d != 1):

@@ -21,7 +21,7 @@ from passes.rules.rule import EACH, RESULT, Factors, OpRule
 
 
 def builder_of(target: Any) -> Builder | None:
-    """The builder of the rules of an op; None for an op without."""
+    """Return the builder of the rules of an op; None for an op without."""
     builder = RULES.get(packet_of(target))
     if (own := own_rule(target)) is not None:
         return own.rule
@@ -31,7 +31,7 @@ def builder_of(target: Any) -> Builder | None:
 
 
 def runs_in_steps(target: Any) -> bool:
-    """Whether an op is a recurrence over all steps of a sequence."""
+    """Return whether an op is a recurrence over all steps of a sequence."""
     return RULES.get(packet_of(target)) is along.recurrent
 
 
@@ -70,7 +70,7 @@ def _made(node: fx.Node) -> OpRule | None:
 
 
 def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str] | None:
-    """A product as an einsum: operands, their labels and those of the result, one a factor. None without a rule.
+    """Return a product as an einsum: operands, their labels and those of the result, one a factor. None without a rule.
 
     A dim of size 1 that is broadcast has a label of its own.
     """

@@ -20,7 +20,7 @@ STATISTICS = ("running_mean", "running_var")  # they have no gradient
 
 
 def called(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[str, Tensor]]:
-    """A graph of one call with its tensors as placeholders, and their values."""
+    """Return a graph of one call with its tensors as placeholders, and their values."""
     graph, values = fx.Graph(), dict[str, Tensor]()
 
     def held(value: Any) -> Any:
@@ -39,7 +39,7 @@ def called(target: Any, *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[str, T
 
 
 def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
-    """How many ways to cut factors were compared; AssertionError at the first that differs."""
+    """Return how many ways to cut factors were compared; AssertionError at the first that differs."""
     number = 0
     for factor in rule.factors:
         has_operand = any(p.operand != RESULT for p in factor.places)
@@ -99,7 +99,7 @@ def run_call(
 
 
 def _called(node: fx.Node, operands: list[Tensor], cut: tuple[Factor, int] | None) -> Tensor:
-    """The first tensor of its result."""
+    """Return the first tensor of its result."""
     waiting = list(operands)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: waiting.pop(0))  # pyright: ignore
     if cut is not None:
@@ -135,5 +135,5 @@ def _joined(pieces: list[Tensor], factor: Factor, place: Place | None, parts: in
 
 
 def _opened(x: Tensor, factor: Factor, place: Place) -> Tensor:
-    """The dim as [outer, factor, inner]."""
+    """Return the dim as [outer, factor, inner]."""
     return x.unflatten(place.dim, [-1, factor.size, place.inner])

@@ -80,7 +80,7 @@ def permute(call: Call) -> OpRule:
 
 
 def repeat(call: Call) -> OpRule:
-    """The repeats of a dim are its outer factor."""
+    """Make the repeats of a dim its outer factor."""
     shift = len(call.result) - len(call.shapes[0])
     found: list[Factor] = []
     for dim, size in enumerate(call.result):

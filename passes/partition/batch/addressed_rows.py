@@ -25,12 +25,12 @@ Held = Sequence[Collection[int]]  # the dims of each operand that hold the batch
 
 
 def addresses(node: fx.Node) -> bool:
-    """Whether an op reads or writes rows at places that an index names."""
+    """Return whether an op reads or writes rows at places that an index names."""
     return node.target in LOOKUPS or node.target in PLACING or packet_of(node.target) in (aten.embedding, aten.take)
 
 
 def crosses(node: fx.Node, held: Held) -> bool:
-    """Whether a call that ``addresses`` rows reads or writes rows of other sequences, or is not shown not to."""
+    """Return whether a call that ``addresses`` rows reads or writes rows of other sequences, or is not shown not to."""
     table, *read = operands_of(node)
     dims, holds = _addressed(node), dict(zip((table, *read), held, strict=True))
     of_batch = [dim for dim in dims if dim in held[0]]
@@ -41,7 +41,7 @@ def crosses(node: fx.Node, held: Held) -> bool:
 
 
 def _addressed(node: fx.Node) -> dict[int, Any]:
-    """Dim of the table → the index of the places along it."""
+    """Map each dim of the table to the index of the places along it."""
     given, ndim = named(node), max(1, len(shape_of(operands_of(node)[0])))
     if "indices" in given and packet_of(node.target) is not aten.embedding:
         indices: Any = given["indices"]
@@ -69,25 +69,25 @@ def _runs_along(node: fx.Node, holds: dict[fx.Node, Collection[int]]) -> Iterato
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """The rows that are written."""
+    """Return the rows that are written."""
     given: dict[str, Any] = named(node)
     rows = next((given[name] for name in ("src", "source", "values") if name in given), None)
     return rows if isinstance(rows, fx.Node) else None
 
 
 def _num_places(node: fx.Node) -> int:
-    """The dims that the indices have together."""
+    """Return the dims that the indices have together."""
     return max(len(shape_of(index)) for index in _addressed(node).values())
 
 
 def _dims_behind(node: fx.Node) -> int:
-    """The dims of a row, which stand behind those of the places."""
+    """Return the dims of a row, which stand behind those of the places."""
     dims = sorted(_addressed(node))
     return len(shape_of(operands_of(node)[0])) - dims[-1] - 1
 
 
 def _is_count(node: fx.Node, holds: dict[fx.Node, Collection[int]]) -> bool:
-    """Counts, of rows that are none of the batch: those of each expert's tokens are followed elsewhere."""
+    """Return whether rows are counted that are not of the batch: counts of experts' tokens are followed elsewhere."""
     rows, given = _source(node), named(node)
     is_added = node.target in ADDING or bool(given.get("accumulate"))
     if not is_added or rows is None:
@@ -100,7 +100,7 @@ def _is_count(node: fx.Node, holds: dict[fx.Node, Collection[int]]) -> bool:
 
 
 def _is_own(node: fx.Node, dim: int, holds: dict[fx.Node, Collection[int]]) -> bool:
-    """Whether the places along a dim of the table are those of the row's own sequence."""
+    """Return whether the places along a dim of the table are those of the row's own sequence."""
     if packet_of(node.target) is aten.take:
         return False
     size = shape_of(operands_of(node)[0])[dim]
@@ -109,9 +109,8 @@ def _is_own(node: fx.Node, dim: int, holds: dict[fx.Node, Collection[int]]) -> b
 
 
 def names_own_rows(index: fx.Node, size: int) -> int | None:
-    """The dim, counted from the last, along which ``index`` is 0 … size − 1, or begins a part of these for each
-    sequence; None if it is not known to be.
-    """
+    """Return the dim, counted from the last, along which ``index`` is 0 … size − 1, or begins a part of these for each
+    sequence; None if it is not known to be."""
     value = value_of(index, index.graph.owning_module, {})
     if value is not None:
         return _counts_along(value, size, 1)
@@ -130,7 +129,7 @@ def names_own_rows(index: fx.Node, size: int) -> int | None:
 
 
 def _counts_along(value: torch.Tensor, size: int, step: int | None) -> int | None:
-    """The dim along which it counts 0, step, 2 · step … up to ``size``; ``step`` None: as it has so many."""
+    """Return the dim along which it counts 0, step, 2 · step … up to ``size``; ``step`` None: as it has so many."""
     for dim, count in enumerate(value.shape):
         by = size // count if step is None and count > 1 and size % count == 0 else step
         numbers = torch.arange(count).mul(by or 0).view(*[-1 if d == dim else 1 for d in range(value.dim())])

@@ -20,7 +20,7 @@ from passes.program.ops.groups import COPIES
 
 
 def wider(inputs: Mapping[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:
-    """The same inputs for ``times`` as many sequences, without memory."""
+    """Return the same inputs for ``times`` as many sequences, without memory."""
     return {
         name: torch.empty((times * t.shape[0], *t.shape[1:]), dtype=t.dtype, device="meta")
         for name, t in inputs.items()
@@ -50,7 +50,7 @@ class TwoCaptures:
     spread: dict[tuple[fx.Node | None, fx.Node], int] = field(default_factory=dict)
 
     def changed(self, node: fx.Node) -> frozenset[int] | None:
-        """The dims of ``node`` that grow with the batch; None if that is not known."""
+        """Return the dims of ``node`` that grow with the batch; None if that is not known."""
         other = self.others.get(node)
         a, b = node.meta.get("val"), None if other is None else other.meta.get("val")
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dim() == b.dim()):
@@ -89,7 +89,7 @@ def _result(graph: fx.Graph) -> fx.Node:
 
 
 def _same_op(found: TwoCaptures, reader: fx.Node | None, a: fx.Node, b: fx.Node) -> fx.Node:
-    """The match of ``a`` in the second graph: ``b``, or the first of the terms or pieces that ``b`` joins."""
+    """Return the match of ``a`` in the second graph: ``b``, or the first of the terms or pieces that ``b`` joins."""
     while b.target in COPIES and b.target != a.target:
         b = b.all_input_nodes[0]
     dim = _spread_along(a, b, found.times)
@@ -122,7 +122,7 @@ def _operands(found: TwoCaptures, a: fx.Node, b: fx.Node) -> Iterator[tuple[fx.N
 
 
 def _ends(here: list[fx.Node], there: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Terms from the front as long as they are alike, the rest from the back."""
+    """Yield terms from the front as long as they are alike, the rest from the back."""
     front = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a.target != b.target), len(here))
     yield from zip(here[:front], there, strict=False)
     yield from zip(reversed(here[front:]), reversed(there), strict=False)
@@ -143,8 +143,8 @@ def _spread_along(a: fx.Node, b: fx.Node, times: int) -> int | None:
 
 
 def spine_of(node: fx.Node) -> list[fx.Node]:
-    """The additions that make one sum, the last first; an inner one has no other reader. Python's sum() begins with
-    ``first + 0``, which is a term."""
+    """Return the additions that make one sum, the last first; an inner one has no other reader. Python's sum() begins
+    with ``first + 0``, which is a term."""
     spine = []
     while _adds_nodes(node) and (not spine or len(node.users) == 1):
         spine.append(node)
@@ -157,7 +157,7 @@ def _adds_nodes(node: fx.Node) -> bool:
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:
-    """The terms of a chain of additions, in order."""
+    """Return the terms of a chain of additions, in order."""
     spine: Any = spine_of(node)
     return [spine[-1].args[0], *(n.args[1] for n in reversed(spine))] if spine else [node]
 
@@ -168,7 +168,7 @@ def pieces_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_part_of(b: fx.Node, source: fx.Node, a: fx.Node, times: int) -> bool:
-    """Whether ``b`` is cut from ``source`` and has the shape of ``a``, which is all of its source."""
+    """Return whether ``b`` is cut from ``source`` and has the shape of ``a``, which is all of its source."""
     if not is_cut(b) or cut_source(b) is not source:
         return False
     x, y, whole = a.meta.get("val"), b.meta.get("val"), source.meta.get("val")

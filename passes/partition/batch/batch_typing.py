@@ -56,7 +56,7 @@ from passes.program.program import Program
 
 
 def _pieces(sizes: Sequence[Fraction]) -> list[BatchPart]:
-    """The parts of pieces of these relative sizes in their concatenation."""
+    """Return the parts of pieces of these relative sizes in their concatenation."""
     ends = [sum(sizes[:i], Fraction(0)) / sum(sizes) for i in range(len(sizes) + 1)]
     return [BatchPart(a, b) for a, b in pairwise(ends)]
 
@@ -116,7 +116,7 @@ class Typing:
         )
 
     def _settled(self, node: fx.Node, kind: Kind) -> Kind:
-        """A value that the second graph joins is joined; before the loss, one grown dim counts as rows."""
+        """Join a value that the second graph joins; before the loss, count one grown dim as rows."""
         join = self.captures.joins.get(node)
         if join is not None:
             sums, one = join.target is aten.add.Tensor, replace(kind, like=1)
@@ -134,9 +134,8 @@ class Typing:
         return kind
 
     def takes_apart(self, node: fx.Node) -> bool:
-        """Whether a cut along the batch is one of several that cover all of it, or one of a value that was joined
-        before.
-        """
+        """Return whether a cut along the batch is one of several that cover all of it, or one of a value that was
+        joined before."""
         if node in self._pieces or (splits(node) and all(user in self._pieces for user in node.users)):
             return True
         cut = next((c for c in map(cut_of, (node, *node.users)) if c is not None), None)
@@ -201,7 +200,7 @@ class Typing:
         return Kind(UNIT, part=part) if how == UNITS else Kind(ROWS, dim, part)
 
     def _joined(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """Any op: of one sequence alone, or on rows that it keeps apart."""
+        """Type any op: of one sequence alone, or on rows that it keeps apart."""
         moving = [k for k in given if k.name != WHOLE]
         first = moving[0]
         if any((k.name, k.part, k.order) != (first.name, first.part, first.order) for k in moving):
@@ -235,12 +234,12 @@ class Typing:
     # ---- ops of losses
 
     def _moving(self, node: fx.Node) -> dict[fx.Node, Kind]:
-        """The operands that are not the same in every microbatch."""
+        """Return the operands that are not the same in every microbatch."""
         given = {n: self._given(node, n) for n in node.all_input_nodes}
         return {n: kind for n, kind in given.items() if kind.name != WHOLE}
 
     def _of_shares(self, node: fx.Node) -> Kind:
-        """A share, if the op is linear in all that moves, and in nothing that stays but is no share."""
+        """Return a share, if the op is linear in all that moves, and in nothing else but shares."""
         moving = self._moving(node)
         names = {k.name for k in moving.values()}
         together = linear_in(node, moving, numbers=names == {SHARE})
@@ -252,7 +251,7 @@ class Typing:
         return unknown if kind.part is None and self.captures.changed(node) else kind
 
     def _of_loose(self, node: fx.Node, kind: Kind, moving: Mapping[fx.Node, Kind]) -> Kind:
-        """Nothing else stands along the dim to be summed: it would weight the summands."""
+        """Type a sum of a LOOSE value. Nothing else stands along the dim to be summed: it would weight the summands."""
         dims = {n: k.dim for n, k in moving.items()}
         if kind.name != LOOSE or any(n.meta["val"].dim() for n in node.all_input_nodes if n not in dims):
             return unknown
@@ -266,7 +265,7 @@ class Typing:
         return Kind(SHARE, part=kind.part, order=MEANS if means else None)
 
     def _over_rows(self, node: fx.Node, given: Sequence[Kind]) -> Kind | None:
-        """Rows added up or averaged, by a sum, a product or a loss."""
+        """Type rows that are added up or averaged, by a sum, a product or a loss."""
         moving = self._moving(node)
         first = next(iter(moving.values()))
         if any((k.name, k.part, k.order) != (ROWS, first.part, first.order) for k in moving.values()):
@@ -293,7 +292,7 @@ class Typing:
         return share if kinds[0].part is None and counted else unknown
 
     def _index(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """x[arange(n), last]: of each sequence its own element."""
+        """Type x[arange(n), last]: of each sequence its own element."""
         args: Any = node.args
         x, first = self._given(node, args[0]), args[1][0] if args[1] else None
         rest = [self._given(node, n) for n in args[1][1:] if n is not None]
@@ -303,7 +302,7 @@ class Typing:
         return self._joined(node, given)
 
     def _placed(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """Rows added to places of zeros that are as many in every batch: counts of each class."""
+        """Type rows added to places of zeros that are as many in every batch: counts of each class."""
         args: Any = node.args
         zeros, dim, *rows = args
         kinds, constants = [self._given(node, n) for n in rows], self.scaling.first
@@ -312,7 +311,7 @@ class Typing:
         return share if dim == 0 and along and start is not None and not start.any() else self._joined(node, given)
 
     def _reshaped(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """The batch stays a dim, or the outer part of one; else its rows are not in its order any more."""
+        """Keep the batch a dim, or the outer part of one; else its rows are not in its order any more."""
         (kind,) = given
         if kind.name != ROWS:
             return self._by_rule(node, given)
@@ -330,7 +329,7 @@ class Typing:
 
 
 def sums_rows(node: fx.Node, captures: TwoCaptures) -> bool:
-    """Whether a sum runs over the one dim of its operand that follows the batch: a total."""
+    """Return whether a sum runs over the one dim of its operand that follows the batch: a total."""
     if node.op != "call_function" or len(node.all_input_nodes) != 1 or is_mean(node):
         return False
     (source,) = node.all_input_nodes

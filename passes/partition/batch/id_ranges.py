@@ -5,27 +5,28 @@
     index_select, gather of n along a dim          0 ≤ i < n            x[ids]    -n ≤ i < n
     one_hot(ids, n)                                0 ≤ id < n
 
-Followed from each integer input through ops that only move its values. Values that a slice drops may be anything, so
-the part of a sequence that is looked up is known exactly; if it is not, and after any arithmetic, there is no range: a
-value outside of a range fails in the unmodified model too.
+Followed from each integer input through ops that only move its values: they run on the places of these values. Values
+that a slice drops may be anything, so the part of a sequence that is looked up is known exactly. If it is no box, and
+after any arithmetic, there is no range: a value outside of a range fails in the unmodified model too.
 
 Rows that a forward looks up by numbers of its own, such as positions, must be there too: ``wpe[n, h](arange(length))``
 needs length ≤ n. No batch holds these numbers, so no check of a batch finds them, and the shapes alone are fine.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.errors import PlanError
 from passes.partition.loss.scored import is_integer
-from passes.program.known_values import value_of
+from passes.partition.sequence.facts import rows
+from passes.program.known_values import MOST_ELEMENTS, computed, value_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
-from passes.program.ops.groups import CASTS, CROSS_ENTROPIES, JOINS, MOVES, RESHAPES, SAME
+from passes.program.ops.groups import CASTS, CROSS_ENTROPIES, MOVES
 from passes.program.ops.sequence import local_rows
 from passes.program.program import Program
 from passes.program.source_lines import where_of
@@ -49,34 +50,31 @@ class IdRange:
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """A value that holds ``region`` of the input ``key``, all of it and nothing else of it.
-
-    ``shift``: the value at index i is the input's at i + shift, while the dims are the input's; later None.
-    """
-
-    key: str
-    region: tuple[Span, ...]
-    shift: tuple[int, ...] | None
-
-
 def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
-    """Batch key → the ranges of its values; keys without a certain range are left out."""
-    traces: dict[fx.Node, list[_Trace]] = {}
+    """Map each batch key to the ranges of its values; keys without a certain range are left out."""
+    graph = program.graph.graph
+    cuts: Any = graph.find_nodes(op="call_function", target=local_rows)
+    of_ranks = [_places(program, rank) for rank in range(max((cut.args[2] for cut in cuts), default=1))]
+    inputs = {node: places for node, places in of_ranks[0].items() if node.name in program.inputs}
     found: dict[str, dict[IdRange, None]] = {}
-    for node in program.graph.graph.nodes:
-        if node.name in program.inputs and is_integer(node):
-            shape = shape_of(node)
-            traces[node] = [_Trace(program.inputs[node.name], tuple((0, n) for n in shape), (0,) * len(shape))]
-        elif node.op == "call_function" and any(traces.get(n) for n in node.all_input_nodes):
-            for ids, ask in _lookups(node, program):
-                for trace in traces.get(ids, ()):
-                    found.setdefault(trace.key, {})[replace(ask, part=trace.region[1:])] = None
-            traces[node] = list(_moved(node, traces))
-            if node.target is local_rows:  # of all ranks together
-                traces[node] = [replace(trace, shift=None) for trace in traces.get(node.all_input_nodes[0], ())]
+    for node in graph.nodes:
+        is_reader = node.op == "call_function" and any(n in of_ranks[0] for n in node.all_input_nodes)
+        for ids, ask in _lookups(node, program) if is_reader else ():
+            held = [places[ids].flatten() for places in of_ranks if ids in places]
+            for source, part in _parts(torch.cat(held), inputs) if held else ():
+                found.setdefault(program.inputs[source.name], {})[replace(ask, part=part)] = None
     return {key: tuple(ranges) for key, ranges in found.items()}
+
+
+def _parts(held: Tensor, inputs: Mapping[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, tuple[Span, ...]]]:
+    """Of each input with elements among those of the places ``held``, these as spans of one sequence. Of the batch all
+    or nothing: a microbatch is not the batch that the user gives.
+    """
+    for node, own in inputs.items():
+        at = held[(held >= own.min()) & (held <= own.max())].unique() - own.min()
+        spans = [(int(x.min()), int(x.max()) + 1) for x in torch.unravel_index(at, own.shape)] if len(at) else []
+        if len(at) == prod(stop - start for start, stop in spans) and spans[:1] == [(0, len(own))]:
+            yield node, tuple(spans[1:])
 
 
 def check_fixed_lookups(program: Program) -> None:
@@ -101,7 +99,7 @@ def check_fixed_lookups(program: Program) -> None:
 
 
 def _lookups(node: fx.Node, program: Program) -> Iterator[tuple[fx.Node, IdRange]]:
-    """The ids that a call reads, and their range."""
+    """Yield the ids that a call reads, and their range."""
     given, op = named(node), packet_of(node.target)
     if op is aten.embedding:
         yield given["indices"], _range(shape_of(given["weight"])[0], f"the embedding {_held(given['weight'], program)}")
@@ -139,50 +137,37 @@ def _held(weight: fx.Node, program: Program) -> str:
 # ---- ops that keep values
 
 
-def _moved(node: fx.Node, traces: Mapping[fx.Node, Iterable[_Trace]]) -> Iterator[_Trace]:
-    """The inputs with unchanged values in the result."""
-    if node.target not in MOVES or not isinstance(node.meta.get("val"), torch.Tensor):
-        return
-    given = named(node)
-    sources = given["tensors"] if node.target in JOINS else [given["src" if "src" in given else "self"]]
-    for source in sources:
-        for trace in traces.get(source, ()):
-            moved = _step(node, given, source, trace)
-            if moved is not None and all(start < stop for start, stop in moved.region):
-                yield moved
+FIRST = 1 << 40  # the first place: no id is as large
 
 
-def _step(node: fx.Node, given: dict[str, Any], source: fx.Node, trace: _Trace) -> _Trace | None:
-    before, after, op = shape_of(source), shape_of(node), packet_of(node.target)
+def _places(program: Program, rank: int) -> dict[fx.Node, Tensor]:
+    """Of each value with unchanged elements of inputs their places among those of all inputs, on ``rank`` of cp; other
+    elements are below FIRST.
+    """
+    known, first = dict[fx.Node, Tensor](), FIRST
+    for node in program.graph.graph.nodes:
+        if node.name in program.inputs and is_integer(node) and prod(shape_of(node)):
+            known[node] = torch.arange(first, first + prod(shape_of(node))).view(shape_of(node))
+            first += known[node].numel()
+        elif not known.keys().isdisjoint(node.all_input_nodes) and (moved := _moved(node, known, rank)) is not None:
+            known[node] = moved
+    return known
+
+
+def _moved(node: fx.Node, known: Mapping[fx.Node, Tensor], rank: int) -> Tensor | None:
+    source, args = node.all_input_nodes[0], node.args
+    if node.target is local_rows and source in known:
+        _, dim, cp = args
+        return torch.cat([known[source].narrow(dim, a, b - a) for a, b in rows(shape_of(source)[dim], cp, rank)], dim)  # pyright: ignore
+    is_value = isinstance(node.meta.get("val"), Tensor) and is_integer(node)
+    if node.target not in MOVES or not is_value or prod(shape_of(node)) > MOST_ELEMENTS:
+        return None
     if node.target in CASTS:
-        return trace if is_integer(node) and _is_wide(node, source) else None
-    if op is aten.slice:
-        start = 0 if given["start"] is None else int(given["start"])
-        start = min(max(start + before[given["dim"]] if start < 0 else start, 0), before[given["dim"]])
-        return _cut(trace, before, after, {given["dim"] % len(before): start}) if given["step"] == 1 else None
-    if op in (aten.pad, aten.constant_pad_nd):
-        pads = list(given["pad"])
-        lefts = {len(before) - 1 - i // 2: -int(pads[i]) for i in range(0, len(pads), 2)}
-        return _cut(trace, before, after, lefts)
-    if before == after and (node.target in SAME or node.target in RESHAPES or node.target in JOINS):
-        return trace
-    return replace(trace, shift=None) if prod(after) >= prod(before) else None
-
-
-def _cut(trace: _Trace, before: tuple[int, ...], after: tuple[int, ...], starts: dict[int, int]) -> _Trace | None:
-    """The window that begins at ``starts`` (by dim, else 0) and is ``after`` large; it may reach beyond the value."""
-    whole = all(starts.get(d, 0) <= 0 and starts.get(d, 0) + after[d] >= before[d] for d in range(len(before)))
-    if trace.shift is None:
-        return trace if whole else None
-    shift = tuple(s + starts.get(d, 0) for d, s in enumerate(trace.shift))
-    region = tuple(
-        (max(start, s), min(stop, s + n)) for (start, stop), s, n in zip(trace.region, shift, after, strict=True)
-    )
-    # Of the batch itself all or nothing: a microbatch is not the batch that the user gives.
-    return _Trace(trace.key, region, shift) if region[0] == trace.region[0] else None
+        return known.get(source) if _is_wide(node, source) else None
+    return computed(node, lambda n: known[n] if n in known else torch.zeros(shape_of(n), dtype=torch.int64))
 
 
 def _is_wide(node: fx.Node, source: fx.Node) -> bool:
-    """Whether every value of the source fits: a narrower integer would wrap around."""
+    """Return whether every value of the source fits: a narrower integer would wrap around."""
     new, old = torch.iinfo(node.meta["val"].dtype), torch.iinfo(source.meta["val"].dtype)
     return new.min <= old.min and old.max <= new.max

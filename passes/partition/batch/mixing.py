@@ -49,9 +49,9 @@ def has_gradient(node: fx.Node) -> bool:
 
 
 def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collection[fx.Node]) -> list[fx.Node]:
-    """Values computed from the batch outside of ``loss`` that affect gradients: those with a gradient, and others that
-    they read, such as a maximum over the ids that scales an embedding, or the places that tokens take in turn.
-    """
+    """Return values computed from the batch outside of ``loss`` that affect gradients: those with a gradient, and
+    others that they read, such as a maximum over the ids that scales an embedding, or the places that tokens take in
+    turn."""
     inner = [n for n in program.graph.graph.nodes if n in on_batch and n not in loss]
     with_gradient = {n for n in inner if has_gradient(n)}
     within = set(inner)
@@ -60,7 +60,7 @@ def computed_along(program: Program, on_batch: Collection[fx.Node], loss: Collec
 
 
 def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
-    """Whether a user's own backward makes a term of the loss, which is reported as one."""
+    """Return whether a user's own backward makes a term of the loss, which is reported as one."""
     value = node.meta["val"]
     if not isinstance(node.target, OwnBackward):
         return False
@@ -72,13 +72,13 @@ def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 
 def is_unknown(node: fx.Node) -> bool:
-    """An op without a rule may do anything."""
+    """Return whether an op has no rule: it may do anything."""
     makes_tensor = node.op == "call_function" and not _is_plain(node) and any(True for _ in tensors_of(node))
     return makes_tensor and not _puts_elsewhere(node) and not _has_own_backward(node) and rule_of(node) is None
 
 
 def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
-    """Decided by the op alone, as if dim 0 of each value held the batch: cheap, and true of few ops."""
+    """Decide by the op alone, as if dim 0 of each value held the batch: cheap, and true of few ops."""
     if node.op != "call_function" or _is_plain(node):
         return False
     held = [frozenset({0} if n in on_batch else ()) for n in operands_of(node)]
@@ -87,25 +87,8 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     return _mixes(node, held, of_products_alone=True)
 
 
-def mixes_along_a_dim(node: fx.Node) -> bool:
-    """Whether an op makes one value of all that lie along a dim: then it matters which dim holds the batch."""
-    if addresses(node):
-        return True
-    is_cut = packet_of(node.target) in (aten.slice, aten.split_with_sizes) or _is_plain(node)
-    rule = None if node.op != "call_function" or is_cut or _puts_elsewhere(node) else rule_of(node)
-    return rule is not None and not all(f.role is Role.EACH for f in rule.factors)
-
-
-def may_run_along(node: fx.Node, flow: Mapping[fx.Node, frozenset[int] | None]) -> bool:
-    """Of an op that may mix: whether a dim that it mixes may hold the batch (passes.partition.batch.mixing)."""
-    held = [flow.get(n) for n in operands_of(node)]
-    return (
-        _has_own_backward(node) or any(dims is None for dims in held) or _mixes(node, [d or frozenset() for d in held])
-    )
-
-
 def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> bool:
-    """Whether an op does mix. False if it is not known which dims hold the batch.
+    """Return whether an op does mix. False if it is not known which dims hold the batch.
 
     ``larger``: the call of more sequences. Its index shows more places, but a rule that trials showed is noted in the
     first capture alone; a user's own backward on one sequence shows nothing about several.
@@ -122,7 +105,7 @@ def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> b
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """By elements, or a view: known without its rule, and most calls are."""
+    """Return whether an op works by elements, or is a view: known without its rule, and most calls are."""
     return is_pointwise(node.target) or node.target in LAID_OUT
 
 
@@ -131,7 +114,7 @@ def _has_own_backward(node: fx.Node) -> bool:
 
 
 def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
-    """Whether it was shown to work part by part along the dims that hold the batch."""
+    """Return whether it was shown to work part by part along the dims that hold the batch."""
     cuts: Any = node.target.facts.cuts  # pyright: ignore
     return any(
         all(dim in dims if dims else dim is None for dim, dims in zip(cut.inputs, held, strict=True)) for cut in cuts
@@ -139,7 +122,8 @@ def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
 
 
 def _puts_elsewhere(node: fx.Node) -> bool:
-    """Or multiplies each row by one of several matrices: no row depends on another."""
+    """Return whether an op puts rows elsewhere, or multiplies each by one of several matrices: no row depends on
+    another."""
     return node.target in ELSEWHERE or node.target is getitem or is_grouped(node.target)
 
 
@@ -148,18 +132,18 @@ def _mixes(node: fx.Node, held: Sequence[Collection[int]], *, of_products_alone:
     ``of_products_alone``: only products are asked for that."""
     if addresses(node):
         return crosses(node, held)
-    rule = rule_of(node) if any(held) and not _puts_elsewhere(node) else None
+    rule = rule_of(node) if any(held) and not _puts_elsewhere(node) and not _is_plain(node) else None
     if rule is None:
         return False
     found = [(i, f) for i, dims in enumerate(held) for dim in dims for f in rule.along(i, dim)]
     if any(f.role is not Role.EACH for _, f in found):
         return True
     is_product = any(f.role is Role.SUM and len(f.places) > 1 for f in rule.factors)
-    return (is_product or not of_products_alone) and any(_pairs(rule, f, held) for _, f in found)
+    return (is_product or not of_products_alone) and any(pairs(rule, f, held) for _, f in found)
 
 
-def _pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:
-    """Whether each sequence is combined with all those of another operand."""
+def pairs(rule: OpRule, factor: Factor, held: Sequence[Collection[int]]) -> bool:
+    """Return whether each sequence is combined with all those of another operand."""
     for i, dims in enumerate(held):
         place = factor.at(i)
         if dims and i not in rule.unread and (place is None or place.dim not in dims):
@@ -171,19 +155,20 @@ Dims = frozenset[Run]
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
-    """Node → dims that may hold the batch; None if that is not known. Microbatches hold two sequences or more."""
+    """Map each node to the dims that may hold the batch; None if that is not known. Microbatches hold two sequences or
+    more."""
     return dims_of(batch_runs(program, on_batch))
 
 
 def dims_of(flow: Runs) -> dict[fx.Node, frozenset[int] | None]:
-    """The dims of runs."""
+    """Return the dims of runs."""
     return {node: None if runs is None else frozenset(dim for dim, *_ in runs) for node, runs in flow.items()}
 
 
 def batch_runs(
     program: Program, on_batch: Collection[fx.Node], orders: Iterable[RestoredOrder] | None = None
 ) -> dict[fx.Node, frozenset[Run] | None]:
-    """The same, each dim with the distance of two sequences along it, and their number. ``orders``: if known."""
+    """Return the same, each dim with the distance of two sequences along it, and their number. ``orders``: if known."""
     flow: dict[fx.Node, Dims | None] = {}
     orders = restored_orders(program.graph.graph, on_batch) if orders is None else orders
     known = {node: order for order in orders for node in (*order.inside, *order.back)}
@@ -199,9 +184,8 @@ def batch_runs(
 
 
 def is_in_line(program: Program, node: fx.Node, run: Run, runs: Mapping[fx.Node, Dims | None]) -> bool:
-    """Whether sequences along ``run`` of a value without the batch are aligned with those of the batch in all ops that
-    read both. ``runs``: those of the batch.
-    """
+    """Return whether sequences along ``run`` of a value without the batch are aligned with those of the batch in all
+    ops that read both. ``runs``: those of the batch."""
     flow, made, meets = {**runs, node: frozenset({run})}, {node}, False
     for reader in program.graph.graph.nodes:
         given = made.intersection(reader.all_input_nodes) if reader.op == "call_function" else ()
@@ -218,7 +202,7 @@ def is_in_line(program: Program, node: fx.Node, run: Run, runs: Mapping[fx.Node,
 
 
 def _of_parts(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
-    """Of a user's own backward: the rows of its operands, if it was shown to work part by part along them."""
+    """Return the rows of the operands of a user's own backward, if it was shown to work part by part along them."""
     held = [(n, flow.get(n)) for n in operands_of(node)]
     if any(runs is None or len(runs) > 1 for _, runs in held):
         return None
@@ -233,7 +217,7 @@ def _of_parts(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None
 
 
 def _dims_of(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
-    """A sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
+    """Return a sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
     passes on the dims of the result only."""
     if _has_own_backward(node):
         return _of_parts(node, flow)
@@ -251,7 +235,7 @@ def _dims_of(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
 
 
 def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | None:
-    """The runs in the result of the factors that hold the sequences; None where one of these is not there.
+    """Return the runs in the result of the factors that hold the sequences; None where one of these is not there.
 
     Sequences that do not start and end with a factor, or lie unevenly on it, may be anywhere along its dim.
     """
@@ -272,13 +256,13 @@ def _carried(rule: OpRule, operand: int, run: Run, node: fx.Node) -> set[Run] | 
 
 
 def follows_batch(program: Program) -> set[fx.Node]:
-    """The nodes computed from the batch's values, not from their shapes alone."""
+    """Return the nodes computed from the batch's values, not from their shapes alone."""
     inputs = [node for node in program.graph.graph.nodes if node.name in program.inputs]
     return set(walk(inputs, readers, into=lambda n: n.target not in SHAPE_READERS))
 
 
 def may_repeat_batch(node: fx.Node) -> bool:
-    """Of a capture of one sequence: whether an op repeats all of its dim, the first or one behind a new dim."""
+    """Whether, in a capture of one sequence, an op repeats all of its dim, the first or one behind a new dim."""
     if packet_of(node.target) is not aten.expand:
         return False
     shape, before = shape_of(node), shape_of(node.all_input_nodes[0])

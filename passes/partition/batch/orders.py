@@ -40,17 +40,17 @@ class Orders:
         self.program, self.on_batch, self.runs, self.size = program, on_batch, runs, batch_size(program)
 
     def several(self) -> list[fx.Node]:
-        """Nodes that read two orders of the batch on one dim."""
+        """Return nodes that read two orders of the batch on one dim."""
         return [n for n in self.program.graph.graph.nodes if n in self.on_batch and self._reads_two(n)]
 
     def by_place(self, inner: Collection[fx.Node]) -> list[fx.Node]:
-        """Those of ``inner`` that read sequences beside parts of others, some of them alone, or their numbers."""
+        """Return those of ``inner`` that read sequences beside parts of others, some alone, or their numbers."""
         cuts = self._cuts()
         ways = self._reads_parts, self._reads_numbers, self._loses, self._joins_others
         return [n for n in inner if n in cuts or any(way(n) for way in ways)]
 
     def _reads_two(self, node: fx.Node) -> bool:
-        """Whether operands that hold the sequences on one factor of the call have them in two orders."""
+        """Return whether operands that hold the sequences on one factor of the call have them in two orders."""
         steps = {step for n in node.all_input_nodes for _, step, _ in self.runs.get(n) or ()}
         rule = rule_of(node) if node.op == "call_function" and len(steps) > 1 else None
         read = operands_of(node) if rule is not None else ()
@@ -60,13 +60,13 @@ class Orders:
         return len(factors) > len(set(factors))
 
     def _reads_parts(self, node: fx.Node) -> bool:
-        """Of an op by elements: whether its operands have the sequences on different dims of the result."""
+        """Return whether the operands of an op by elements have the sequences on different dims of the result."""
         read = operands_of(node) if node.op == "call_function" and is_pointwise(node.target) else ()
         found = {dim - len(shape_of(n)) for n in read for dim, _ in self._certain(n)}
         return len(found) > 1
 
     def _certain(self, operand: fx.Node) -> Iterator[tuple[int, int]]:
-        """(dim, distance of two sequences) if all sequences are on one dim, evenly."""
+        """Yield (dim, distance of two sequences) if all sequences are on one dim, evenly."""
         found = self.runs.get(operand) or frozenset()
         if len(found) == 1:
             ((dim, step, count),) = found
@@ -74,7 +74,7 @@ class Orders:
                 yield dim, step
 
     def _cuts(self) -> set[fx.Node]:
-        """Cuts along the batch that do not cover all of it together."""
+        """Return cuts along the batch that do not cover all of it together."""
         found: dict[tuple[fx.Node, int], list[tuple[fx.Node, tuple[int, int]]]] = {}
         for node in self.program.graph.graph.nodes:
             cut = cut_of(node) if node.op == "call_function" else None
@@ -86,12 +86,12 @@ class Orders:
         return {call for key, cuts in found.items() if key not in whole for call, _ in cuts}
 
     def _loses(self, node: fx.Node) -> bool:
-        """Whether a reshape puts parts of sequences between parts of others."""
+        """Return whether a reshape puts parts of sequences between parts of others."""
         is_reshape = node.op == "call_function" and node.target in RESHAPES
         return is_reshape and any(self._certain(node.all_input_nodes[0])) and not any(self._certain(node))
 
     def _joins_others(self, node: fx.Node) -> bool:
-        """Whether cuts along the batch are joined along it in another order."""
+        """Return whether cuts along the batch are joined along it in another order."""
         cuts = [cut_of(n) for n in node.all_input_nodes] if node.target in JOINS else []
         known = [cut for cut in cuts if cut is not None and any(dim == cut[1] for dim, _ in self._certain(cut[0]))]
         starts = [start for _, dim, start, _ in known if dim == dim_of_cat(node)]
@@ -122,6 +122,6 @@ class Orders:
 
 
 def _is_index(node: fx.Node) -> bool:
-    """Whether integers end as places in a table alone."""
+    """Return whether integers end as places in a table alone."""
     made = list(walk([node], readers, stop=lambda n: n.target in PLACES or has_floats(n)))
     return all(n.target in PLACES or not has_floats(n) for n in made) and any(n.target in PLACES for n in made)

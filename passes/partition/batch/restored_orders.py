@@ -57,14 +57,14 @@ class RestoredOrder:
         return self._of_ids(flow, self.back[node]) if is_like_ids else None
 
     def _of_ids(self, flow: Mapping[fx.Node, frozenset[Run] | None], times: int) -> frozenset[Run] | None:
-        """The same of a value with one row for ``times`` rows in turn."""
+        """Return the same of a value with one row for ``times`` rows in turn."""
         of_ids = flow[self.ids] or ()
         found = frozenset((0, distance // times, count) for _, distance, count in of_ids if distance % times == 0)
         return found if found and len(found) == len(of_ids) else None
 
 
 def restored_orders(graph: fx.Graph, on_batch: Collection[fx.Node]) -> list[RestoredOrder]:
-    """All such sorts of ``graph``. ``on_batch``: the nodes that are computed from values of the batch."""
+    """Return all such sorts of ``graph``. ``on_batch``: the nodes that are computed from values of the batch."""
     found, sorts = [], [node for node in graph.nodes if node.target in SORTS]
     products = [node for node in graph.nodes if sorts and is_grouped(node.target)]
     counts = [_counting(ends) for ends in dict.fromkeys(n for node in products for n in node.all_input_nodes[2:3])]
@@ -77,9 +77,8 @@ def restored_orders(graph: fx.Graph, on_batch: Collection[fx.Node]) -> list[Rest
 
 
 def _number_of_experts(ids: fx.Node) -> int:
-    """E, if ``ids`` are among 0 … E − 1: the places of the best along a dim of E, joined ones too, or of elements that
-    are picked along one, as PyTorch refuses others there. 0 if they are not shown to be.
-    """
+    """Return E, if ``ids`` are among 0 … E − 1: the places of the best along a dim of E, joined ones too, or of
+    elements that are picked along one, as PyTorch refuses others there. 0 if they are not shown to be."""
     ids = _source(ids)
     if ids.target in JOINS:
         joined = {_number_of_experts(part) for part in ids.all_input_nodes}
@@ -92,7 +91,7 @@ def _number_of_experts(ids: fx.Node) -> int:
 
 
 def _source(ids: fx.Node) -> fx.Node:
-    """The first node that holds the same numbers in the same order."""
+    """Return the first node that holds the same numbers in the same order."""
     while ids.target in RESHAPES | SAME and ids.meta["val"].dtype in EXACT:
         ids = ids.all_input_nodes[0]
     return ids
@@ -141,7 +140,7 @@ class _Order:
         self.back, self.beside = dict[fx.Node, int](), dict[fx.Node, int]()
 
     def read(self) -> RestoredOrder:
-        """Raises _MixesRowsError."""
+        """Follow the order through its readers. Raises _MixesRowsError."""
         for node in self._readers():
             is_call = node.op == "call_function" and not draws(node.target)
             role = self.roles.get(node) or (self._role(node) if is_call else "")
@@ -157,7 +156,7 @@ class _Order:
         return RestoredOrder(self.ids, {node: dims.get(node) for node in self.roles}, self.back, self.beside)
 
     def _readers(self) -> Iterator[fx.Node]:
-        """Each reader of a value with a role, in the graph's order."""
+        """Yield each reader of a value with a role, in the graph's order."""
         seen = {user for node in self.roles for user in node.users}
         work = sorted(seen)
         while work:
@@ -168,7 +167,7 @@ class _Order:
                     heapq.heappush(work, user)
 
     def _role(self, node: fx.Node) -> str:
-        """ "" if it has none."""
+        """Return "" if it has none."""
         read = {self.roles[n] for n in node.all_input_nodes if n in self.roles}
         packet, args, given = packet_of(node.target), node.args, named(node)
         if node.target is getitem and read == {"sort"}:
@@ -205,7 +204,7 @@ class _Order:
         return "order"
 
     def _named(self, node: fx.Node, tokens: fx.Node) -> str:
-        """(0 … n − 1 // k)[order], of numbers that are known."""
+        """Recognise (0 … n − 1 // k)[order], of numbers that are known."""
         numbers = value_of(tokens, tokens.graph.owning_module, {})
         if numbers is None or numbers.dtype not in (torch.int64, torch.int32) or not 0 <= numbers[-1] < self.num_rows:
             return ""
@@ -213,12 +212,12 @@ class _Order:
         return "order" if torch.equal(numbers.long(), torch.arange(self.num_rows) // self.times[node]) else ""
 
     def _repeated(self, node: fx.Node, source: fx.Node) -> str:
-        """The order [n, 1], or [n, d]: once for each feature of a row, as gather and scatter_add read it."""
+        """Recognise the order [n, 1], or [n, d]: once for each feature of a row, as gather and scatter_add read it."""
         self.times[node], rows, shape = self.times[source], self.num_rows, shape_of(node)
         return "order" if shape == (rows, 1) or (shape_of(source) == (rows, 1) and shape[:-1] == (rows,)) else ""
 
     def _put(self, node: fx.Node, base: Any, indices: Any, value: Any, accumulates: Any = False) -> str:
-        """Rows back, or the place of each pair in the order; nothing of ``base`` is left."""
+        """Recognise rows back, or the place of each pair in the order; nothing of ``base`` is left."""
         is_order = [self.times.get(index) for index in indices] == [1] and len(shape_of(indices[0])) == 1
         if not is_order or accumulates or shape_of(base) != shape_of(value):
             return ""
@@ -228,7 +227,7 @@ class _Order:
         return "places" if packet_of(value.target) is aten.arange and value.args == (self.num_rows,) else ""
 
     def _picked(self, node: fx.Node, x: fx.Node, index: fx.Node) -> str:
-        """Rows in the order, or back."""
+        """Recognise rows in the order, or back."""
         role, is_outside = self.roles.get(index), x not in self.roles
         if role == "places" and self.roles.get(x) == "rows":
             self.back[node] = 1
@@ -241,7 +240,7 @@ class _Order:
         return "rows" if role in ROWS and is_outside and x not in self.on_batch else ""
 
     def _added(self, node: fx.Node, base: Any, dim: Any, index: Any, rows: Any) -> str:
-        """Back, summed over the rows of each token."""
+        """Recognise rows back, summed over the rows of each token."""
         is_of_rows = self.roles.get(index) == "order" and self.roles.get(rows) == "rows" and dim == 0
         if not is_of_rows or base in self.roles or shape_of(base)[0] * self.times[index] != self.num_rows:
             return ""
@@ -254,5 +253,5 @@ class _Order:
         return "rows" if known == ("rows", "ends") and weight not in self.on_batch and not more else ""
 
     def _is_of_rows(self, node: fx.Node) -> bool:
-        """Whether it reads rows alone, beside weights and numbers."""
+        """Return whether it reads rows alone, beside weights and numbers."""
         return all(self.roles.get(n) in ROWS or n not in self.on_batch for n in node.all_input_nodes)

@@ -73,7 +73,7 @@ class Counts:
         self.counted: list[fx.Node] = []
 
     def holder(self, count: fx.Node) -> fx.Node:
-        """The placeholder (float64) that will hold Σ ``count`` over the global batch."""
+        """Return the placeholder (float64) that will hold Σ ``count`` over the global batch."""
         if count not in self.counted:
             self.counted.append(count)
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
@@ -99,7 +99,7 @@ class Counts:
         return cast
 
     def _elements(self, count: fx.Node) -> list[fx.Node]:
-        """Each element of a count that is no scalar."""
+        """Return each element of a count that is no scalar."""
         output, size = self.graph.output_node(), count.meta["val"].numel()
         build = Builder(self.graph, output, output)
         flat = build.call(aten.reshape.default, count, [size], grad=False)
@@ -126,7 +126,7 @@ class Counts:
 
 
 def _joined(build: Builder, holders: list[fx.Node], value: torch.Tensor) -> fx.Node:
-    """The holders of all elements in the shape of ``value``, in float64."""
+    """Return the holders of all elements in the shape of ``value``, in float64."""
     if not value.dim():
         return holders[0]
     rows = [build.call(aten.reshape.default, holder, [1]) for holder in holders]
@@ -134,7 +134,7 @@ def _joined(build: Builder, holders: list[fx.Node], value: torch.Tensor) -> fx.N
 
 
 def input_only(program: Program) -> dict[str, bool]:
-    """Nodes that depend on batch tensors, buffers and constants alone → whether on a batch tensor.
+    """Map each node that depends on batch tensors, buffers and constants alone to whether it reads a batch tensor.
 
     Random numbers are of one forward: a count would draw others.
     """
@@ -149,8 +149,8 @@ def input_only(program: Program) -> dict[str, bool]:
 
 
 def places_rows(count: fx.Node) -> bool:
-    """Whether integers made of it say where rows of the microbatch stand, as the ends of each expert's rows: the counts
-    of the global batch do not."""
+    """Return whether integers made of it say where rows of the microbatch stand, as the ends of each expert's rows: the
+    counts of the global batch do not."""
 
     def is_read(node: fx.Node, value: fx.Node) -> bool:
         if is_grouped(node.target):
@@ -181,7 +181,7 @@ class Together:
         self.made: dict[fx.Node, fx.Node | None] = {}
 
     def whole(self, node: fx.Node) -> fx.Node | None:
-        """``node`` as one process has it on the global batch; None if it is made of single rows."""
+        """Return ``node`` as one process has it on the global batch; None if it is made of single rows."""
         if node not in self.made:
             self.made[node] = self._whole(node)
         return self.made[node]
@@ -212,7 +212,7 @@ class Together:
         return is_mean and all(self.kinds[given[name]].name == ROWS for name in ("self", "target"))
 
     def _counts_rows(self, node: fx.Node) -> bool:
-        """A histogram of rows in bins that do not follow the rows: counts add up."""
+        """Return whether it is a histogram of rows in bins that do not follow the rows: counts add up."""
         if packet_of(node.target) is not aten.histc or self.kinds[node.all_input_nodes[0]].name != ROWS:
             return False
         given = named(node)
@@ -223,18 +223,18 @@ Emit = Callable[..., fx.Node]  # a call with the meta values of another node
 
 
 def counts_labels(node: fx.Node, program: Program) -> bool:
-    """Whether the number of valid labels of a cross-entropy follows from the batch alone."""
+    """Return whether the number of valid labels of a cross-entropy follows from the batch alone."""
     return not arguments(node)["target"].meta["val"].is_floating_point() and counts_inputs(node, input_only(program))
 
 
 def over_all_labels(node: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
-    """The share of a mean cross-entropy that counts its labels. ``counts``: of the global batch."""
+    """Return the share of a mean cross-entropy that counts its labels. ``counts``: of the global batch."""
     total, count = _sum_and_count(node, emit)
     return emit(node, aten.div.Tensor, [total, _denominator(count, node, counts, emit)])
 
 
 def _sum_and_count(node: fx.Node, emit: Emit) -> tuple[fx.Node, fx.Node]:
-    """Of a mean cross-entropy its sum over rows, and how much these rows count together."""
+    """Return the sum over rows of a mean cross-entropy, and how much these rows count together."""
     given = arguments(node)
     target, weight = given["target"], given.get("weight")
     count = _valid_labels(target, weight, int(given.get("ignore_index", NO_LABEL)), emit)
@@ -245,7 +245,7 @@ def _sum_and_count(node: fx.Node, emit: Emit) -> tuple[fx.Node, fx.Node]:
 
 
 def _denominator(count: fx.Node, like: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
-    """Σ ``count`` over the global batch, in the dtype of ``like``."""
+    """Return Σ ``count`` over the global batch, in the dtype of ``like``."""
     dtype = like.meta["val"].dtype
     new = emit(like, aten.to.dtype, [counts.holder(count), dtype])
     new.meta["val"], new.meta["grad"] = torch.empty((), dtype=dtype, device="meta"), False
@@ -253,7 +253,7 @@ def _denominator(count: fx.Node, like: fx.Node, counts: Counts, emit: Emit) -> f
 
 
 def _valid_labels(target: fx.Node, weight: fx.Node | None, ignore_index: int, emit: Emit) -> fx.Node:
-    """Σ (target ≠ ignore_index), or the sum of the class weights of the valid labels."""
+    """Return Σ (target ≠ ignore_index), or the sum of the class weights of the valid labels."""
 
     def call(op: Any, *args: Any) -> fx.Node:
         new = emit(target, op, list(args))
@@ -267,7 +267,7 @@ def _valid_labels(target: fx.Node, weight: fx.Node | None, ignore_index: int, em
 def rows_that_count(
     call: Callable[..., fx.Node], target: fx.Node, weight: fx.Node | None, ignore_index: int
 ) -> fx.Node:
-    """Of each row whether its label counts in a mean, or its class weight. ``call(op, *args)`` adds a call."""
+    """Return for each row whether its label counts in a mean, or its class weight. ``call(op, *args)`` adds a call."""
     valid = call(aten.ne.Scalar, target, ignore_index)
     if weight is None:
         return valid
@@ -289,8 +289,8 @@ def ignored_labels(program: Program) -> dict[str, int]:
 
 
 def _looked_up(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Inputs with values that are used directly as ids of an embedding, also shifted by one: an ignored label would be
-    no row of it.
+    """Return inputs with values that are used directly as ids of an embedding, also shifted by one: an ignored label
+    would be no row of it.
 
     ``where`` and ``masked_fill`` end the search: they replace an ignored id by another.
     """

@@ -40,7 +40,7 @@ LABELLING = Ops("pow ne eq constant_pad_nd pad masked_fill")  # their numbers ar
 
 
 def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]:
-    """The loss and its inputs, up to the last calls that read a weight."""
+    """Return the loss and its inputs, up to the last calls that read a weight."""
 
     def is_inside(node: fx.Node) -> bool:
         reads_weight = any(n.name in program.parameters for n in node.all_input_nodes)
@@ -54,7 +54,7 @@ def kinds_by_form(
     on_batch: Collection[fx.Node],
     region: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Kind], list[fx.Node]]:
-    """The kinds, and the counts."""
+    """Return the kinds, and the counts."""
     from_inputs = input_only(program)
     kinds: dict[fx.Node, Kind] = {}
     counts: list[fx.Node] = []
@@ -86,7 +86,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
 
 
 def _is_total(node: fx.Node) -> bool:
-    """A loss, or the sum or mean of all elements of one operand."""
+    """Return whether it is a loss, or the sum or mean of all elements of one operand."""
     if reduction_of(node):
         return node.target in CROSS_ENTROPIES or reduces_rows(node)
     rule = rule_of(node) if len(operands_of(node)) == 1 else None
@@ -94,7 +94,7 @@ def _is_total(node: fx.Node) -> bool:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Decided by the op; may_mix checks whether an op along a dim runs along the batch."""
+    """Decide by the op; may_mix checks whether an op along a dim runs along the batch."""
     if node.target in PLACING or packet_of(node.target) is aten.index:
         return False
     rule = rule_of(node)
@@ -102,7 +102,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _reduces_rows(rule: OpRule, ndim: int) -> bool:
-    """Over anything but the last of several dims."""
+    """Return whether an op reduces anything but the last of several dims."""
     gone = [f.at(0) for f in rule.factors if f.role is not Role.EACH and f.at(RESULT) is None]
     return any(place is not None and (ndim == 1 or place.dim != ndim - 1) for place in gone)
 

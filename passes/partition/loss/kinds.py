@@ -58,7 +58,7 @@ whole, unknown, share = Kind(WHOLE), Kind(UNKNOWN), Kind(SHARE)
 
 
 def are_complete(kinds: Sequence[Kind]) -> bool:
-    """Whether all equal values together cover the full microbatch; means of chunks need equal chunks."""
+    """Return whether all equal values together cover the full microbatch; means of chunks need equal chunks."""
     alike: dict[int, list[BatchPart]] = {}
     for kind in kinds:
         if kind.part is None or (kind.order == MEANS and not kind.part.even):
@@ -68,7 +68,7 @@ def are_complete(kinds: Sequence[Kind]) -> bool:
 
 
 def tile(ranges: list[tuple[Any, Any]], stop: Any = 1) -> bool:
-    """Whether the ranges, sorted, fill 0 … stop without a gap and without an overlap."""
+    """Return whether the ranges, sorted, fill 0 … stop without a gap and without an overlap."""
     found = sorted(ranges)
     ends = [0, *(b for _, b in found)]
     return bool(found) and ends[-1] == stop and all(a == end for (a, _), end in zip(found, ends, strict=False))
@@ -79,12 +79,12 @@ AFFINE = Ops("add sub subtract rsub where masked_fill")  # linear in their tenso
 
 
 def reduction_of(node: fx.Node) -> int | None:
-    """The reduction code of a loss op; None for any other op."""
+    """Return the reduction code of a loss op; None for any other op."""
     return named(node).get("reduction") if getattr(node.target, "namespace", "") == "aten" else None
 
 
 def unreduced(node: fx.Node) -> tuple[list[Any], dict[str, Any], torch.Size]:
-    """The arguments of a loss op that give the loss of each row, or of each element, and the shape of these."""
+    """Return the arguments of a loss op that give the loss of each row, or of each element, and the shape of these."""
     args, kwargs, position = list(node.args), dict(node.kwargs), position_of(node.target, "reduction")
     kwargs.pop("reduction", None)
     args[position:] = [NONE, *args[position + 1 :]] if len(args) > position else args[position:]
@@ -95,12 +95,12 @@ def unreduced(node: fx.Node) -> tuple[list[Any], dict[str, Any], torch.Size]:
 
 
 def reduces_rows(node: fx.Node, dim: int = 0) -> bool:
-    """Whether a loss op adds up, or averages, the losses of rows along a dim of its operands."""
+    """Return whether a loss op adds up, or averages, the losses of rows along a dim of its operands."""
     return bool(reduction_of(node)) and dim < len(unreduced(node)[2])
 
 
 def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
-    """Whether a cross-entropy's denominator can be counted before the forward; true if there is none."""
+    """Return whether a cross-entropy's denominator can be counted before the forward; true if there is none."""
     given = arguments(node)
     target, weight = given["target"], given.get("weight")
     if reduction_of(node) != MEAN or target.meta["val"].is_floating_point():
@@ -109,7 +109,7 @@ def counts_inputs(node: fx.Node, from_inputs: Mapping[str, bool]) -> bool:
 
 
 def call_like(like: fx.Node, target: Any, args: Any, kwargs: Any = None, value: torch.Tensor | None = None) -> fx.Node:
-    """A call where the graph inserts, with the meta values of another node; ``value``: its own."""
+    """Return a call where the graph inserts, with the meta values of another node; ``value``: its own."""
     new = like.graph.call_function(target, tuple(args), kwargs or {})
     new.meta = dict(like.meta) if value is None else {**like.meta, "val": value}
     return new
@@ -152,7 +152,7 @@ def dim_kept(node: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
 
 
 def _common(node: fx.Node, dims: Mapping[fx.Node, int]) -> Factor | None:
-    """The one factor that is all of each of these dims."""
+    """Return the one factor that is all of each of these dims."""
     rule = rule_of(node)
     found = {rule.sole(i, dims[n]) for i, n in enumerate(operands_of(node)) if n in dims} if rule is not None else set()
     return found.pop() if len(found) == 1 else None

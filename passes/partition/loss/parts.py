@@ -55,7 +55,7 @@ class Parts:
         self._how: dict[tuple[fx.Node, int], str | None] = {}
 
     def how(self, source: fx.Node, dim: int) -> str | None:
-        """UNITS, CHUNKS or UNEVEN; None if the parts are not all of ``source``."""
+        """Return UNITS, CHUNKS or UNEVEN; None if the parts are not all of ``source``."""
         key = source, dim
         if key not in self._how:
             self._how[key] = self._compared(source, dim)
@@ -92,7 +92,7 @@ class Parts:
         )
 
     def _read_second(self) -> None:
-        """For every node of the second graph how it is made, and of which parts (of one length)."""
+        """Note for every node of the second graph how it is made, and of which parts (of one length)."""
         likeness = Likeness(self._constants)
         for node in self._second.nodes:
             if node.op == "output":
@@ -110,14 +110,14 @@ class Parts:
             self._read[node] = likeness.note(node, of), parts
 
     def _is_of_batch(self, source: fx.Node, dim: int) -> bool:
-        """Of the second graph: whether cuts take a value apart along the batch, and not one of its sequences."""
+        """Return whether cuts of the second graph take a value apart along the batch, and not one of its sequences."""
         known = [self._first[n] for n in self._alike[source] if n in self._first]
         changed = [self.captures.changed(n) for n in known]
         is_along = any(dims is None or dim in dims for dims in changed) if known else not self._read[source][1]
         return is_along and tile(self._ranges(source, dim), source.meta["val"].shape[dim])
 
     def _ranges(self, source: fx.Node, dim: int) -> list[tuple[int, int]]:
-        """The ranges of cuts of ``source``, or of an equal value, along ``dim``."""
+        """Return the ranges of cuts of ``source``, or of an equal value, along ``dim``."""
         alike = self._alike[source]
         users = [user for node in alike for user in node.users]
         cuts = [cut_of(r) for user in users for r in ((*user.users, user) if splits(user) else (user,))]
@@ -125,7 +125,7 @@ class Parts:
 
 
 def _alike(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node → all nodes that are equal: the same ops on the same inputs."""
+    """Map each node to all nodes that are equal: the same ops on the same inputs."""
     likeness, groups = Likeness(), {}
     numbers = {node: likeness.note(node, {}) for node in graph.nodes if node.op != "output"}
     for node, number in numbers.items():
@@ -145,7 +145,7 @@ class Likeness:
         self._of: dict[fx.Node, int] = {}
 
     def note(self, node: fx.Node, part_of: dict[fx.Node, fx.Node]) -> int:
-        """``part_of``: operand (or the node itself) → the value that it is a part of."""
+        """Number how ``node`` is made. ``part_of``: operand (or the node itself) → the value that it is a part of."""
 
         def token(value: Any) -> Any:
             if isinstance(value, fx.Node):
@@ -168,7 +168,7 @@ class Likeness:
         return self._of[node]
 
     def _values(self, node: fx.Node) -> Any:
-        """Of a constant that is not large."""
+        """Return the values of a constant that is not large."""
         value = node.meta.get("val")
         if self._constants is None or node not in self._constants.nodes or not isinstance(value, torch.Tensor):
             return None
@@ -191,7 +191,7 @@ class Joins:
         self.apart: list[fx.Node] = []
 
     def sum(self, node: fx.Node, given: Sequence[Kind]) -> Kind:
-        """a + b; and the last of a chain of additions knows whether all parts of the batch are in it."""
+        """Type a + b; the last of a chain of additions knows whether all parts of the batch are in it."""
         joined = self.captures.joins.get(node)
         if spine_of(node) and not self._is_inner(node) and (joined is None or joined.target is aten.add.Tensor):
             kinds = [self.kinds[t] for t in terms_of(node)]
@@ -214,7 +214,7 @@ class Joins:
         return share
 
     def goes_on(self, node: fx.Node, parted: list[Kind], other: fx.Node | None) -> bool:
-        """Whether the second graph has as many more terms as it has sequences, of sequences alike."""
+        """Return whether the second graph has as many more terms as it has sequences, of sequences alike."""
         units = [k for k in parted if k.name == UNIT]
         if not units:
             return True

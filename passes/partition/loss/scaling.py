@@ -41,7 +41,7 @@ class Scaling:
         self.unknown: list[fx.Node] = []
 
     def constant(self, node: fx.Node) -> kinds.Kind:
-        """The kind of a constant, once it is corrected."""
+        """Return the kind of a constant, once it is corrected."""
         other = self.captures.others.get(node)
         if other is None or not isinstance(node.meta.get("val"), torch.Tensor):
             return kinds.whole if other is not None else kinds.unknown
@@ -79,7 +79,7 @@ class Scaling:
         return False
 
     def _at_total(self, a: float, b: float) -> float | None:
-        """The value of ``a`` in the graph of the global batch, if it is ``b`` in the second graph."""
+        """Return the value of ``a`` in the graph of the global batch, if it is ``b`` in the second graph."""
         if self.captures.times == self.total:
             return b
         for power in (1, -1):
@@ -120,7 +120,7 @@ def corrected(scaling: Scaling) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _computed(node: fx.Node, op: Any, number: float) -> fx.Node:
-    """``node`` times, or plus, a number; behind all placeholders."""
+    """Return ``node`` times, or plus, a number; behind all placeholders."""
     dtype = node.meta["val"].dtype
     with node.graph.inserting_after(last_of_header(node)):
         return kinds.call_like(node, op, (node, number if dtype.is_floating_point else round(number)))
@@ -137,7 +137,7 @@ def _numbers(node: fx.Node, other: fx.Node) -> Iterator[tuple[int | str, Any, An
 
 
 def numeric_places(node: fx.Node) -> Iterator[int | str]:
-    """The arguments of a call that are numbers to compute with: no sizes, no dims."""
+    """Yield the arguments of a call that are numbers to compute with: no sizes, no dims."""
     schema = getattr(node.target, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if str(argument.type) not in ("number", "Tensor", "float", "Optional[number]", "Optional[float]"):

@@ -66,7 +66,7 @@ class Scored:
 
 
 def find_scored(program: Program) -> Scored:
-    """The cross-entropy over the vocabulary: of several, as a model with two tasks has, that over most classes.
+    """Return the cross-entropy over the vocabulary: of several, as a model with two tasks has, that over most classes.
 
     Raises PlanError, by line, if the loss is none, and if a target cannot be traced to its label.
     """
@@ -141,7 +141,7 @@ def _before_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_normalised(x: fx.Node, dim: int) -> bool:
-    """Whether the exponentials of ``x`` along ``dim`` add up to one."""
+    """Return whether the exponentials of ``x`` along ``dim`` add up to one."""
     x = _before_casts(x)
     if x.target in LOG_SOFTMAXES:
         return reduced_dims(x) == {dim}
@@ -152,7 +152,7 @@ def _is_normalised(x: fx.Node, dim: int) -> bool:
 
 
 def _is_read_by_logsumexp(x: fx.Node, dim: int) -> bool:
-    """Whether the targets' logits are normalised by the logsumexp of the same values."""
+    """Return whether the targets' logits are normalised by the logsumexp of the same values."""
     z = _before_casts(x)
     readers: list[Any] = [z, *(user for user in z.users if user.target in CASTS | COPIES)]
     return any(_is_logsumexp(user, z, dim) for node in readers for user in node.users)
@@ -164,7 +164,7 @@ def _is_logsumexp(node: fx.Node, z: fx.Node, dim: int) -> bool:
 
 
 def _key_of(program: Program, target: fx.Node) -> str | None:
-    """The batch tensor that the targets are elements of; None if they are of no integer input."""
+    """Return the batch tensor that the targets are elements of; None if they are of no integer input."""
 
     def source(node: fx.Node) -> object:
         return node if node.name in program.inputs else None
@@ -184,7 +184,7 @@ def _key_of(program: Program, target: fx.Node) -> str | None:
 
 
 def is_over_classes(placements: Placements, reader: fx.Node, pick: Pick) -> bool:
-    """Whether the logits that ``reader`` looks ``pick`` up in are sharded over the vocabulary."""
+    """Return whether the logits that ``reader`` looks ``pick`` up in are sharded over the vocabulary."""
     cut = placements.wanted(reader, 0)
     return placements.tp > 1 and cut.is_sharded and cut.dim == pick.class_dim
 
@@ -212,7 +212,7 @@ class PlaceWriter:
         self._written: dict[fx.Node, Any] = {}
 
     def places(self, node: fx.Node) -> Any:
-        """Places of the elements of ``node``; None if none of them is of the batch.
+        """Return the places of the elements of ``node``; None if none of them is of the batch.
 
         Raises PlanError at the line of a call that makes other integers of the batch's.
         """
@@ -249,9 +249,8 @@ class PlaceWriter:
         return self.emit(node, node.target, new_args, new_kwargs)
 
     def _beside(self, node: fx.Node, operand: fx.Node) -> Any:
-        """The places of an operand that holds none of the batch: NOWHERE if it is joined with others; else the operand
-        itself.
-        """
+        """Return the places of an operand that holds none of the batch: NOWHERE if it is joined with others; else the
+        operand itself."""
         others = (aten.stack, aten.slice_scatter, aten.select_scatter, aten.where)
         is_joined = node.target in JOINS or packet_of(node.target) in others
         if not is_joined or not is_integer(operand):
@@ -267,6 +266,6 @@ class PlaceWriter:
 
 
 def is_integer(node: fx.Node) -> bool:
-    """Also a list of integer tensors, as a split makes it."""
+    """Return whether a value is integers, also a list of integer tensors, as a split makes it."""
     tensors = list(tensors_of(node))
     return bool(tensors) and not any(has_gradient(v.dtype) or v.dtype == torch.bool for v in tensors)

@@ -136,9 +136,8 @@ class _Rewriter:
             self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
 
     def _times(self) -> int:
-        """The second capture has the global batch; fewer sequences if the graph splits its batch, or may do so unseen,
-        like that of one sequence.
-        """
+        """Return the second capture has the global batch; fewer sequences if the graph splits its batch, or may do so
+        unseen, like that of one sequence."""
         size = self.sequences.size
         loops = size == 1 or any((cut_of(n) or splits(n)) and mixing.may_mix(n, self.on_batch) for n in self.on_batch)
         return min(self.total, max(2, LOOPED // size)) if loops else self.total
@@ -146,7 +145,7 @@ class _Rewriter:
     def _by_two_captures(
         self, second: tuple[Program, int], constants: Constants, region: set[fx.Node]
     ) -> list[fx.Node]:
-        """The kinds, with numbers and constants corrected; the counts."""
+        """Return the kinds, with numbers and constants corrected; the counts."""
         program, times = second
         others = Constants(program, of_shapes=True, max_elements=MAX_ELEMENTS)
         captures = lay_on(self.graph, program.graph.graph, constants.nodes | others.nodes, times)
@@ -167,13 +166,13 @@ class _Rewriter:
         tail = self._tail()
         inner = self.sequences.computed_along(tail)
         for node in (n for n in inner if not mixing.is_own_loss(n, tail) and n not in typing.counts):
-            may = mixing.may_mix(node, self.on_batch) or mixing.mixes_along_a_dim(node)
-            along = may and mixing.mixes(node, typing.captures.changed, typing.captures.others.get(node))
+            along = mixing.mixes(node, typing.captures.changed, typing.captures.others.get(node))
             if (along and not typing.takes_apart(node)) or node in typing.joins.apart:
                 self._tell(self.terms.mixed, node)
 
     def _warn_of_places(self, several: Sequences) -> None:
-        """Of sequences that are read by their places. ``several``: of a second capture if made, with the same lines."""
+        """Warn of sequences that are read by their places. ``several``: of a second capture if made, with the same
+        lines."""
         if several.size > 1:
             orders = Orders(several.program, several.on_batch, several.runs)
             inner = several.computed_along(loss_region(several.program, several.on_batch))
@@ -181,7 +180,7 @@ class _Rewriter:
                 self._tell(self.terms.mixed, node)
 
     def _tail(self) -> set[fx.Node]:
-        """The loss, and upwards all that is no value of single rows."""
+        """Return the loss, and upwards all that is no value of single rows."""
 
         def is_of_tail(node: fx.Node) -> bool:
             return node in self.on_batch and self.kinds[node].name != ROWS
@@ -189,20 +188,21 @@ class _Rewriter:
         return set(walk([self.program.node(self.program.loss)], operands, into=is_of_tail))
 
     def warn_of_statistics(self) -> None:
-        """Batch normalisation in training takes the statistics of its input: here of one microbatch."""
+        """Warn of batch normalisation in training, which takes the statistics of its input: here of one microbatch."""
         for node in self.graph.nodes:
             is_norm = "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch
             if is_norm and arguments(node).get("training", True):
                 self._tell(self.terms.inexact, node)
 
     def warn_of_unknown_ops(self) -> None:
-        """An op without a rule may mix the sequences of a batch."""
+        """Warn of ops without a rule: they may mix the sequences of a batch."""
         for node in self.sequences.computed_along(self._tail()):
             if mixing.is_unknown(node):
                 self._tell(self.terms.unknown, node)
 
     def warn_of_weights_alone(self) -> None:
-        """A backward on weights alone that is not linear gives for each microbatch another part of the gradient."""
+        """Warn of a backward on weights alone that is not linear: it gives for each microbatch another part of the
+        gradient."""
         for node in self.graph.nodes:
             if node not in self.on_batch and mixing.has_gradient(node) and not adds_up(node):
                 self._tell(self.terms.mixed, node)
@@ -221,7 +221,7 @@ class _Rewriter:
         return self._inexact(loss) if self.kinds[loss].name == UNIT else self._share(loss)
 
     def _share(self, node: fx.Node) -> fx.Node:
-        """A node with values over the microbatches that add up to ``node`` over the global batch."""
+        """Return a node with values over the microbatches that add up to ``node`` over the global batch."""
         kind = self.kinds[node].name
         if kind == WHOLE:
             return self._average(node)
@@ -249,7 +249,7 @@ class _Rewriter:
         return node if args == node.args else self._emit(node, node.target, list(args), dict(node.kwargs))
 
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:
-        """The operands that ``node`` is linear in, so that shares of them make a share of it."""
+        """Return the operands that ``node`` is linear in, so that shares of them make a share of it."""
         moving = [n for n in node.all_input_nodes if self.kinds[n].name != WHOLE]
         names = {self.kinds[n].name for n in moving}
         if names == {ROWS} or (LOOSE in names and len(names) > 1):
@@ -281,7 +281,7 @@ class _Rewriter:
         return self._average(node)
 
     def _is_normalised(self, total: fx.Node) -> bool:
-        """Whether what is added up has weights that sum to one over each microbatch: the sum is then a mean."""
+        """Return whether what is added up has weights that sum to one over each microbatch: the sum is then a mean."""
 
         def is_inexact(node: fx.Node) -> bool:
             return node in self.on_batch and self.kinds[node].name == UNKNOWN
@@ -314,7 +314,7 @@ class _Rewriter:
                 raise _other_size(node, "divides a sum over the batch by a number that is not a count over the batch")
 
     def _is_sum(self, node: fx.Node) -> bool:
-        """Whether a value over the batch is a sum and no mean."""
+        """Return whether a value over the batch is a sum and no mean."""
         if self.kinds[node].name != SHARE:
             return False
         reads_rows = any(self.kinds[n].name == ROWS for n in node.all_input_nodes)
@@ -330,7 +330,7 @@ class _Rewriter:
 
 
 def _captured(recapture: Recapture | None, times: int) -> tuple[Program, int] | None:
-    """The second capture; None if the model does not run with so many sequences."""
+    """Return the second capture; None if the model does not run with so many sequences."""
     if recapture is None:
         return None
     try:

@@ -74,7 +74,7 @@ class _Ends:
                 self._decay(node, node.all_input_nodes[0])
 
     def _carried(self, node: fx.Node) -> Layout | None:
-        """The dims of a result that is computed token by token; None for others."""
+        """Return the dims of a result that is computed token by token; None for others."""
         rule = rule_of(node)
         for i, n in enumerate(operands_of(node)):
             if rule is not None and n in self.layouts:
@@ -85,7 +85,7 @@ class _Ends:
         return None
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """One call for all layers."""
+        """Return one call for all layers."""
         key = str((target, args, kwargs))
         if key not in self.made:
             self.made[key] = self.head.call(target, *args, **kwargs)
@@ -119,7 +119,7 @@ class _Ends:
         self._tell(made, f"this convolution reads windows of {taps} tokens, each of one document")
 
     def _seen(self, length: int, taps: int) -> fx.Node:
-        """[b, 1, length, taps]: whether a token of the window is of the document of its last one."""
+        """Return [b, 1, length, taps]: whether a token of the window is of the document of its last one."""
         (batch, tokens), places = self.sizes, self.positions
         if length > tokens:
             places = self._call(aten.pad.default, places, [0, length - tokens], "constant", 0.0)
@@ -127,7 +127,7 @@ class _Ends:
         return self._call(aten.ge.Scalar, self._call(aten.add.Tensor, places, self._places(taps)), taps - 1)
 
     def _shorter(self, node: fx.Node) -> None:
-        """Of results of tokens and of what is behind them, those of tokens."""
+        """Note of results of tokens, and of what is behind them, those of tokens."""
         layout = next(self.longer[n] for n in node.all_input_nodes if n in self.longer)
         if is_pointwise(node.target):
             self.longer[node] = layout
@@ -137,7 +137,7 @@ class _Ends:
     # ---- scans
 
     def _decay(self, node: fx.Node, logarithm: fx.Node) -> None:
-        """Of sums of logarithms: 0 where a border lies between the first and the last."""
+        """End sums of logarithms at borders: their exponential is 0 where one lies between the first and the last."""
         count = self._count(logarithm)
         if count is None or count not in self.counted:
             return
@@ -175,13 +175,13 @@ class _Ends:
         self.of_tokens.add(made)
 
     def _count(self, value: fx.Node) -> fx.Node | None:
-        """The same sums, of 1 at borders in place of logarithms."""
+        """Return the same sums, of 1 at borders in place of logarithms."""
         for node in in_order([value], self.counts, lambda n: () if n in self.layouts else n.all_input_nodes):
             self.counts[node] = self._counted(node)
         return self.counts[value]
 
     def _counted(self, node: fx.Node) -> fx.Node | None:
-        """Of a value that no token reaches, itself; None for others than sums."""
+        """Return a value that no token reaches itself; None for others than sums."""
         given = [self.counts.get(n) for n in node.all_input_nodes]
         if node in self.layouts:
             return self._borders(node)
@@ -207,7 +207,7 @@ class _Ends:
         return self._call(node.target, *args, **kwargs)
 
     def _chosen(self, node: fx.Node, args: Any) -> fx.Node | None:
-        """where(mask, count, 0): what stands in place of a sum is no sum."""
+        """Return where(mask, count, 0): what stands in place of a sum is no sum."""
         order = (0, 1, 2) if node.target in Ops("where") else (1, 2, 0)  # masked_fill(no, mask, yes)
         (of_mask, of_yes, of_no), (mask, yes, no) = ([x[i] for i in order] for x in (node.args, args))
         if of_mask in self.of_tokens or all(n in self.of_tokens for n in (of_yes, of_no)):
@@ -217,7 +217,7 @@ class _Ends:
         return self._call(aten.where.ScalarSelf, mask, 0, no)
 
     def _borders(self, node: fx.Node) -> fx.Node:
-        """1 at the first token of each document but that of a sequence, in the shape of a value."""
+        """Return 1 at the first token of each document but that of a sequence, in the shape of a value."""
         (sequences, tokens), shape = self.layouts[node], shape_of(node)
         begins, places = self._call(aten.eq.Scalar, self.positions, 0), self._places(self.sizes[1])
         within = self._call(aten.__and__.Tensor, begins, self._call(aten.gt.Scalar, places, 0))
@@ -240,7 +240,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _carried_dim(rule: OpRule, operand: int, dim: int, size: int, shape: tuple[int, ...]) -> int | None:
-    """The dim of the result that counts the same, each by itself."""
+    """Return the dim of the result that counts the same, each by itself."""
     if dim == ALONE:
         return dim
     place = rule.carried(operand, dim, 1, size, RESULT) if rule.is_alone(operand, dim) else None

@@ -51,7 +51,7 @@ def crossing(
     *,
     repeats: bool = False,
 ) -> fx.Node | None:
-    """The first op by which a value of one document of the loss reads the other; None if none does.
+    """Return the first op by which a value of one document of the loss reads the other; None if none does.
 
     ``homes`` [tokens]: the document of each token, 1 or 2, in every sequence. ``batch``: by placeholder, the inputs
     that are no tokens. ``tensors``: likewise of buffers. ``experts``: layers that compute tokens one by one.
@@ -90,7 +90,7 @@ class _Crossing:
         return None
 
     def _asked(self, node: fx.Node) -> fx.Node | None:
-        """The op that mixes documents, if that is certain now, or nothing can show that none does."""
+        """Return the op that mixes documents, if that is certain now, or nothing can show that none does."""
         given = {n: self.states[n] for n in node.all_input_nodes if n in self.states}
         try:
             return self._settle(node) if given else None
@@ -123,13 +123,13 @@ class _Crossing:
         return self._try(node, mixed)
 
     def _reads_shapes(self, node: fx.Node) -> bool:
-        """Whether only the shapes of tokens count, as of zeros_like."""
+        """Return whether only the shapes of tokens count, as of zeros_like."""
         rule = rule_of(node)
         read = [i for i, n in enumerate(operands_of(node)) if n in self.states]
         return rule is not None and bool(read) and all(i in rule.unread for i in read)
 
     def _of_experts(self, node: fx.Node) -> State | None:
-        """The result of a layer that computes tokens one by one is of the tokens that it reads."""
+        """Return the rows of a layer's result, if it computes tokens one by one: those of the tokens that it reads."""
         tokens = self.layers.get(node)
         rows = None if tokens is None else self.states.get(tokens)
         if tokens is None or not isinstance(rows, Rows):
@@ -147,7 +147,7 @@ class _Crossing:
     # ---- by the rule table
 
     def _by_rule(self, node: fx.Node) -> State | None:
-        """Rows of rows, or their sum; None if that takes a trial."""
+        """Return rows of rows, or their sum; None if that takes a trial."""
         rule, found = rule_of(node), list[tuple[Run | None, Rows]]()
         for position, operand in enumerate(operands_of(node)):
             state = self.states.get(operand)
@@ -170,7 +170,7 @@ class _Crossing:
         return Rows(run, homes, None if self._is_at_home(run[2], homes) else origin)
 
     def _may_mask(self, node: fx.Node, rows: list[Rows], is_sum: bool) -> bool:
-        """Whether an operand that no token reaches could blank rows that are not at home, or a part of a sum."""
+        """Return whether an operand that no token reaches could blank rows that are not at home, or a part of a sum."""
         others = [n for n in node.all_input_nodes if n not in self.states]
         made = [n for other in others for n in (ancestors([other]) if is_weight(other) else ())]
         # a weight that known values change may be a mask
@@ -179,7 +179,7 @@ class _Crossing:
         return is_told and (is_sum or is_chosen or not all(self._is_at_home(s.run[2], s.homes) for s in rows))
 
     def _is_at_home(self, size: int, homes: Tensor) -> bool:
-        """Whether rows read their own tokens, or none. Of a number that is new, they say which are their own."""
+        """Return whether rows read their own tokens, or none. Of a number that is new, they say which are their own."""
         own = self.homes.get(size, homes)
         return bool(((homes == own) | (homes == 0)).all())
 
@@ -204,7 +204,7 @@ class _Crossing:
         return self._note(node, state)
 
     def _key(self, node: fx.Node) -> object:
-        """Equal for calls on rows at home that need one trial; None for others."""
+        """Return a key that is equal for calls on rows at home that need one trial; None for others."""
         states = {n: self.states.get(n) for n in node.all_input_nodes}
         told = [n for n, s in states.items() if s is None]
         rows = [s for s in states.values() if isinstance(s, Rows) and s.origin is None]
@@ -212,7 +212,7 @@ class _Crossing:
         return None if alike is None else (alike, *told, *(s.run for s in rows))
 
     def _state(self, node: fx.Node, values: tuple[object, object, object]) -> State | None:
-        """By the elements that other tokens of each document move."""
+        """Return the state by the elements that other tokens of each document move."""
         pairs = list(zip(moved(values[0], values[1]), moved(values[0], values[2]), strict=True))
         if not any(one.any() or two.any() for one, two in pairs):
             return None
@@ -236,21 +236,21 @@ class _Crossing:
         return of_means and not (is_product and any(map(is_weight, node.all_input_nodes)))
 
     def _has_tokens(self, node: fx.Node) -> bool:
-        """Whether some dim is as long as rows of tokens are, or, if documents repeat, that of a value made of it: sums
-        of chunks are no means."""
+        """Return whether some dim is as long as rows of tokens are, or, if documents repeat, that of a value made of
+        it: sums of chunks are no means."""
         return node in self.above or self._counts_tokens(node)
 
     def _counts_tokens(self, node: fx.Node) -> bool:
         return any(n in self.sizes for x in tensors_of(node) for n in map(int, x.shape))
 
     def _origin(self, node: fx.Node) -> fx.Node:
-        """The op that first took values from their tokens, on the way here."""
+        """Return the op that first took values from their tokens, on the way here."""
         given = [self.states[n].origin for n in node.all_input_nodes if n in self.states]
         return next((origin for origin in given if origin is not None), node)
 
 
 def _joined(homes: list[Tensor]) -> Tensor | None:
-    """The documents that rows of several values read together; None if some row reads both."""
+    """Return the documents that rows of several values read together; None if some row reads both."""
     found = homes[0] if homes else None
     for other in homes[1:]:
         if other.shape != found.shape or ((found != other) & (found > 0) & (other > 0)).any():  # pyright: ignore
@@ -260,7 +260,7 @@ def _joined(homes: list[Tensor]) -> Tensor | None:
 
 
 def _reshaped(run: Run, shape: tuple[int, ...], to: tuple[int, ...]) -> Run | None:
-    """The same tokens in a reshaped value; None if no one dim counts them."""
+    """Return the same tokens in a reshaped value; None if no one dim counts them."""
     dim, inner, size = run
     distance = inner * prod(shape[dim + 1 :])
     for other, length in enumerate(to):
@@ -271,7 +271,7 @@ def _reshaped(run: Run, shape: tuple[int, ...], to: tuple[int, ...]) -> Run | No
 
 
 def _inside(program: Program, layer: ExpertLayer) -> set[fx.Node]:
-    """The calls between the choices of a layer and its result."""
+    """Return the calls between the choices of a layer and its result."""
     combined, chosen = program.node(layer.combined), {program.node(name) for name in layer.chosen}
     above = ancestors([combined])
     return set(walk(chosen, readers, into=lambda n: n in above)) - chosen - {combined}

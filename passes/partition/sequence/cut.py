@@ -76,7 +76,7 @@ def cut_sequence(program: Program, cp: int, experts: Experts) -> Context:
 
 
 def _computed_in_full(program: Program, types: Types) -> Iterator[tuple[str, Where]]:
-    """The ops that are no less work for a rank of cp, with their lines."""
+    """Yield the ops that are no less work for a rank of cp, with their lines."""
     for node, size in types.undivided:
         rest = f"every rank of cp computes {op(node)} in full, {value_bytes(node):,} bytes"
         yield f"a sequence of {size} is not divisible by 2·cp = {types.chunks}: {rest}", where_of(node)
@@ -95,7 +95,7 @@ def _loss_is(program: Program) -> None:
 
 
 def _tell_operands_apart(graph: fx.Graph) -> None:
-    """Queries that are their own keys become two values: one stays cut, the other is gathered."""
+    """Make two values of queries that are their own keys: one stays cut, the other is gathered."""
     for node in list(graph.nodes):
         if node.op != "call_function" or is_pointwise(node.target):
             continue
@@ -212,14 +212,14 @@ def _row_by_row(node: fx.Node, cuts: Mapping[fx.Node, Placement], *, are_last: b
 
 
 def _reduces(node: fx.Node) -> bool:
-    """Whether a sum over rows can leave some out."""
+    """Return whether a sum over rows can leave some out."""
     if node.target in CROSS_ENTROPIES:
         return not named(node)["target"].meta["val"].is_floating_point()
     return packet_of(node.target) in (aten.sum, aten.mean)
 
 
 def _of_ids(value: fx.Node, cut: Placement) -> Option | None:
-    """How a value is made row by row of integers alone, beside weights: for any integers it is regular."""
+    """Return how a value is made row by row of integers alone, beside weights: for any integers it is regular."""
     if not value.meta.get("grad") or "draw" in value.meta:
         return None
     site = Site(value, 1, {value.name: {cut}} | {n.name: {V(cut.dim, *cut.sizes)} for n in value.all_input_nodes})
@@ -275,7 +275,7 @@ class _Longer:
         return [len(cut.segments) * self.size if d == cut.dim else n for d, n in enumerate(shape)]
 
     def _padded(self, build: Builder, value: fx.Node, cut: Placement, filling: float) -> fx.Node:
-        """An operand beside the rows, padded for the rows that were left out."""
+        """Return an operand beside the rows, padded for the rows that were left out."""
         shape, count, dim = shape_of(value), len(cut.segments), cut.dim
         apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
         rows = build.call(aten.reshape.default, value, apart) if count > 1 else value
@@ -300,7 +300,7 @@ class _Longer:
         return build.call(aten.div.Tensor, build.call(op, *args, **kwargs), prod(shape[d] for d in reduced_dims(node)))
 
     def _masked(self, build: Builder, rows: fx.Node, cut: Placement) -> fx.Node:
-        """Zero in the rows that are left out."""
+        """Set to zero the rows that are left out."""
         count, shape = len(cut.segments), shape_of(rows)
         places = build.call(aten.arange.default, self.size, device=torch.device("cpu"))
         kept = build.call(aten.ge.Scalar, places, self.before)
@@ -315,7 +315,7 @@ class _Longer:
 
 
 def _filling(reader: fx.Node, value: fx.Node) -> float:
-    """A neutral filling: an ignored label; 1 for a divisor; else 0."""
+    """Return a neutral filling: an ignored label; 1 for a divisor; else 0."""
     if reader.target in CROSS_ENTROPIES:
         return float(named(reader)["ignore_index"])
     return 1.0 if reader.target is aten.div.Tensor and value is reader.args[1] else 0.0

@@ -31,17 +31,17 @@ Range = tuple[int, int]
 
 
 def chunks(cp: int, rank: int) -> Range:
-    """The two chunks of a rank, first to last."""
+    """Return the two chunks of a rank, first to last."""
     return rank, 2 * cp - 1 - rank
 
 
 def owner(cp: int, chunk: int) -> tuple[int, int]:
-    """(rank, 0 or 1): the holder of a chunk, and whether it is the first or second of its two."""
+    """Return (rank, 0 or 1): the holder of a chunk, and whether it is the first or second of its two."""
     return (chunk, 0) if chunk < cp else (2 * cp - 1 - chunk, 1)
 
 
 def rows(size: int, cp: int, rank: int) -> tuple[Range, Range]:
-    """[start, end) of each of the two chunks that a rank holds of ``size`` tokens, a multiple of 2·cp."""
+    """Return [start, end) of each of the two chunks that a rank holds of ``size`` tokens, a multiple of 2·cp."""
     assert size % (2 * cp) == 0, f"{size} tokens are no {2 * cp} equal chunks"
     length = size // (2 * cp)
     first, second = (c * length for c in chunks(cp, rank))
@@ -81,7 +81,7 @@ class Undivided(PlanError):
     cp = 0
 
     def fix_for(self, lengths: Sequence[int]) -> str:
-        """The fix for all ``lengths`` of a spec; that of the one sequence if there are none."""
+        """Return the fix for all ``lengths`` of a spec; that of the one sequence if there are none."""
         if not (self.cp and lengths):
             return self.fix
         return f"choose cp from {_set(valid_cp(lengths, self.cp))}, or lengths that {2 * self.cp} divides"
@@ -101,7 +101,7 @@ def not_divisible(node: fx.Node, size: int, cp: int) -> PlanError:
 
 
 def valid_cp(sizes: Sequence[int], cp: int) -> list[int]:
-    """1, and the sizes nearest to ``cp`` over which sequences of all ``sizes`` can be cut."""
+    """Return 1, and the sizes nearest to ``cp`` over which sequences of all ``sizes`` can be cut."""
     found = [n for n in range(2, min(min(sizes) // 2, 4 * cp) + 1) if all(size % (2 * n) == 0 for size in sizes)]
     return [1, *sorted(sorted(found, key=lambda n: abs(n - cp))[:3])]
 
@@ -136,5 +136,5 @@ def no_sequence(cp: int) -> PlanError:
 
 
 def op(node: fx.Node) -> str:
-    """``aten.cumsum``."""
+    """Return the name of an op, as ``aten.cumsum``."""
     return str(getattr(node.target, "name", lambda: node.target)()).replace("::", ".").removesuffix(".default")

@@ -47,7 +47,7 @@ def sequence_flow(program: Program) -> dict[fx.Node, set[Placement]]:
 
 
 def begins(node: fx.Node) -> bool:
-    """Whether float work over tokens may begin at an op: one with a gradient that computes more than element by
+    """Return whether float work over tokens may begin at an op: one with a gradient that computes more than element by
     element, or a product with a frozen weight. Frozen embeddings may still be joined to trained ones: virtual tokens.
     """
     if node.meta.get("grad"):
@@ -56,14 +56,14 @@ def begins(node: fx.Node) -> bool:
 
 
 def of_input(node: fx.Node) -> set[Placement]:
-    """The dim behind the batch: of ids [b, t], and of floats [b, t, features]."""
+    """Return the dim behind the batch: of ids [b, t], and of floats [b, t, features]."""
     shape, dtype = shape_of(node), node.meta["val"].dtype
     dims = 3 if has_gradient(dtype) else 2
     return {V(1, shape[1])} if len(shape) == dims and shape[1] > 1 else set()
 
 
 def carried(node: fx.Node, given: dict[fx.Node, set[Placement]]) -> set[Placement]:
-    """Cuts of the result that follow from cuts of its operands: by a rule, or at the same dim."""
+    """Return the cuts of the result that follow from cuts of its operands: by a rule, or at the same dim."""
     if next(tensors_of(node), None) is None:
         return set()
     site = Site(node, 1, {n.name: cuts for n, cuts in given.items()})
@@ -98,7 +98,7 @@ class InnerSequences:
         self.undivided: tuple[fx.Node, int] | None = None
 
     def cuts(self, node: fx.Node) -> dict[fx.Node, set[Placement]]:
-        """The operand of a product that holds a sequence, with its cut; none for other ops."""
+        """Return the operand of a product that holds a sequence, with its cut; none for other ops."""
         if node.target not in PRODUCTS or not any(map(is_weight, node.all_input_nodes)):
             return {}
         for operand in operands_of(node):
@@ -109,7 +109,7 @@ class InnerSequences:
         return {}
 
     def _sequences(self, node: fx.Node, operand: fx.Node) -> Iterator[Placement]:
-        """Of each dim of rows of ``operand``: of all of it, or of the part of each sample behind the other."""
+        """Yield of each dim of rows of ``operand`` all of it, or the part of each sample behind the other."""
         rule, position = rule_of(node), operands_of(node).index(operand)
         runs = self._runs.get(operand)
         if rule is None or not runs or len(runs) > 1:

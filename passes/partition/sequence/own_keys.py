@@ -41,7 +41,8 @@ def keep_own_keys(program: Program, context: Context, tp: int) -> None:
 
 
 def _is_open(node: fx.Node) -> bool:
-    """Attention over cp: a causal one that is still PyTorch's own is one of all tokens, on every rank."""
+    """Return whether a call is attention over cp: a causal one that is still PyTorch's own is one of all tokens, on
+    every rank."""
     if node.target is aten.scaled_dot_product_attention.default:
         return not named(node)["is_causal"]
     return node.target in ATTENTION and node.target is not gathered_attention
@@ -60,7 +61,7 @@ class _Gathered:
 
 
 def _gathered(value: Any) -> _Gathered | None:
-    """How an operand [b, h, s, d] comes of a gather along its tokens."""
+    """Return how an operand [b, h, s, d] comes of a gather along its tokens."""
     if not isinstance(value, fx.Node):
         return None
     if value.target is gather_sequence:
@@ -79,7 +80,7 @@ def _gathered(value: Any) -> _Gathered | None:
 
 
 def _is_for(attention: fx.Node, found: _Gathered, tp: int) -> bool:
-    """Whether only ``attention`` reads it, as one operand, and no two ranks of tp need the same key head."""
+    """Return whether only ``attention`` reads it, as one operand, and no two ranks of tp need the same key head."""
     places = [n is found.way[-1] for n in attention.args]
     return sum(places) == 1 and all(len(n.users) == 1 for n in found.way) and found.heads % tp == 0
 
@@ -103,7 +104,7 @@ def _exchange(node: fx.Node, operands: list[_Gathered], mask: Any, options: dict
 
 
 def _of_rank(found: _Gathered) -> fx.Node:
-    """The key heads of this rank's tokens, as they were before their groups of heads had a dim."""
+    """Return the key heads of this rank's tokens, as they were before their groups of heads had a dim."""
     value: Any = found.gather.args[0]
     if len(found.way) == 1:
         return value

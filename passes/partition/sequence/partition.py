@@ -44,7 +44,7 @@ class _Typed:
 
 
 def partition(graph: fx.Graph, types: Types, loss: fx.Node) -> fx.Graph:
-    """The graph of one rank; its result is the rank's partial sum of the loss."""
+    """Return the graph of one rank; its result is the rank's partial sum of the loss."""
     typed = _typed(graph, types, versions_of(graph, types, loss), loss)
     _convert(typed, types.cp)
     for node in list(typed.graph.nodes):
@@ -57,8 +57,8 @@ def partition(graph: fx.Graph, types: Types, loss: fx.Node) -> fx.Graph:
 
 
 def _typed(source: fx.Graph, types: Types, versions: Mapping[fx.Node, Made], loss: fx.Node) -> _Typed:
-    """Every computed version, in the order of ``source``; readers have the version from which theirs is converted. That
-    of its own type keeps a value's name."""
+    """Return every computed version, in the order of ``source``; readers have the version from which theirs is
+    converted. That of its own type keeps a value's name."""
     typed, read = _Typed(), dict[tuple[fx.Node, Placement], fx.Node]()
     for node in source.nodes:
         for version, option in sorted(versions[node].items(), key=lambda made: made[0] != types.of(node)):
@@ -85,7 +85,7 @@ def _copy(typed: _Typed, node: fx.Node, option: Option, read: Mapping[tuple[fx.N
 
 
 def _convert(typed: _Typed, cp: int) -> None:
-    """Between the type of a value and the one in which an op, or the result, reads it."""
+    """Insert conversions between the type of a value and the one in which an op, or the result, reads it."""
     readers: dict[tuple[fx.Node, Placement], list[fx.Node]] = {}
     for node, option in typed.options.items():
         for value, placement in zip(node.all_input_nodes, option.args, strict=True):
@@ -109,7 +109,7 @@ def _in_its_form(scene: Scene) -> fx.Node:
 
 
 def _become_local(node: fx.Node, cut: Placement, cp: int) -> None:
-    """The meta value of a rank's part; of a tuple, of each value along the sharded dim."""
+    """Give a node the meta value of a rank's part; of a tuple, of each value along the sharded dim."""
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         node.meta["val"] = resized(value, cut.local_shape(tuple(value.shape), cp))
@@ -120,7 +120,7 @@ def _become_local(node: fx.Node, cut: Placement, cp: int) -> None:
 
 
 def _shapes(node: fx.Node, cut: Placement, cp: int) -> Iterator[tuple[int, ...]]:
-    """Of a split along the cut dim (its sizes are local now), or of values with one size there."""
+    """Yield the shapes of a split along the cut dim (its sizes are local now), or of values with one size there."""
     arguments: Any = node.args
     is_along = node.target is aten.split_with_sizes.default and arguments[2] == cut.dim
     for place, value in enumerate(node.meta["val"]):
@@ -145,7 +145,7 @@ def converted(value: fx.Node, before: Placement, after: Placement, cp: int) -> f
 def _along(
     value: fx.Node, cut: Placement, function: Any, cp: int, before: tuple[int, ...], after: tuple[int, ...]
 ) -> fx.Node:
-    """A collective along the sequence, from local shape ``before`` to ``after``."""
+    """Return a collective along the sequence, from local shape ``before`` to ``after``."""
     graph, dim, count = value.graph, cut.dim, len(cut.segments)
     if count == 1:
         return graph.call_function(function, (value, dim, cp))
@@ -158,7 +158,7 @@ def _along(
 
 
 def _along_segments(value: fx.Node, cut: Placement, function: Any, cp: int, before: tuple[int, ...]) -> fx.Node:
-    """Of each sharded segment alone; the others are unchanged."""
+    """Run the collective on each sharded segment alone; the others are unchanged."""
     graph, dim, rows, start = value.graph, cut.dim, list[fx.Node](), 0
     for segment in cut.segments:
         have, wanted = segment.size, segment.local(cp)
@@ -171,7 +171,7 @@ def _along_segments(value: fx.Node, cut: Placement, function: Any, cp: int, befo
 
 
 def resized(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A meta value of that dtype in another shape."""
+    """Return a meta value of that dtype in another shape."""
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
@@ -181,7 +181,7 @@ def _with_value(node: fx.Node, like: fx.Node, shape: tuple[int, ...]) -> fx.Node
 
 
 def form_over_cp(scene: Scene) -> Rewrite | None:
-    """The rewrite of an op, if the typing changes more than sizes."""
+    """Return the rewrite of an op, if the typing changes more than sizes."""
     node, option = scene.node, scene.option
     if option.form is Form.PICKED:
         return _picked
@@ -201,7 +201,7 @@ def _build(scene: Scene) -> Builder:
 
 
 def _picked(scene: Scene) -> None:
-    """The token on the rank that has it, zeros on all others."""
+    """Keep the token on the rank that has it, zeros on all others."""
     x, dim, place, *_ = scene.node.args
     build, cut = _build(scene), scene.input_type(0)
     rows: Any = x
@@ -213,13 +213,14 @@ def _picked(scene: Scene) -> None:
 
 
 def _places(build: Builder, size: int, cp: int | None) -> fx.Node:
-    """0, 1, … of a full sequence, or those of a rank's tokens."""
+    """Return 0, 1, … of a full sequence, or those of a rank's tokens."""
     places = build.call(aten.arange.default, size, device="cpu")
     return places if cp is None else build.call(local_rows, places, 0, cp)
 
 
 def _has_trained_bias(node: fx.Node) -> bool:
-    """Attention with equally many key heads, no dropout, and a bias with a gradient: its scores are saved anyway."""
+    """Return whether attention has equally many key heads, no dropout, and a bias with a gradient: its scores are saved
+    anyway."""
     if node.target is not aten.scaled_dot_product_attention.default or is_random(node) or len(node.args) < 4:
         return False
     bias, shapes = node.args[3], [shape_of(n) for n in node.args[:3] if isinstance(n, fx.Node)]
@@ -235,14 +236,14 @@ def _by_hand(scene: Scene) -> None:
 
 
 def scores_of(build: Builder, q: fx.Node, k: fx.Node, scale: float | None) -> fx.Node:
-    """q [.., s, d] kᵀ [.., d, t] · scale, of attention that is written out."""
+    """Return q [.., s, d] kᵀ [.., d, t] · scale, of attention that is written out."""
     *outer, size, width = range(len(shape_of(k)))
     scores = build.call(aten.matmul.default, q, build.call(aten.permute.default, k, [*outer, width, size]))
     return build.call(aten.mul.Tensor, scores, shape_of(q)[-1] ** -0.5 if scale is None else scale)
 
 
 def _triangle(scene: Scene) -> None:
-    """The places of rows and columns decide which elements stay; one of the two is this rank's."""
+    """Mask by the places of rows and columns; one of the two is this rank's."""
     node, build = scene.node, _build(scene)
     part = node.all_input_nodes[0]
     rows, columns = _places_of_both(scene, build)
@@ -254,7 +255,7 @@ def _triangle(scene: Scene) -> None:
 
 
 def _places_of_both(scene: Scene, build: Builder) -> Iterator[fx.Node]:
-    """[s, 1] of rows, then [1, s] of columns: places in the full sequence of a rank's part."""
+    """Yield [s, 1] of rows, then [1, s] of columns: places in the full sequence of a rank's part."""
     cut, shape = scene.option.out, shape_of(scene.node)
     for dim, wide in ((len(shape) - 2, (-1, 1)), (len(shape) - 1, (1, -1))):
         places = _places(build, shape[dim], scene.size if dim == cut.dim else None)
@@ -262,7 +263,7 @@ def _places_of_both(scene: Scene, build: Builder) -> Iterator[fx.Node]:
 
 
 def _causal(scene: Scene) -> None:
-    """On heads of [b, h, s, d]."""
+    """Make causal attention one over the axis, on heads of [b, h, s, d]."""
     given, build, shape = named(scene.node), _build(scene), scene.local_shape()
     operands = [_with_heads(build, given[name]) for name in ("query", "key", "value")]
     options = {k: given[k] for k in ("dropout_p", "scale", "enable_gqa") if given.get(k)}
@@ -272,7 +273,7 @@ def _causal(scene: Scene) -> None:
 
 
 def _with_heads(build: Builder, x: fx.Node) -> fx.Node:
-    """[.., s, d] as [b, h, s, d]."""
+    """View [.., s, d] as [b, h, s, d]."""
     *outer, size, width = shape_of(x)
     if len(outer) == 2:
         return x

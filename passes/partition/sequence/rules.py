@@ -33,7 +33,7 @@ PRODUCTS = {Form.COLUMN, Form.ROW}
 
 
 def options_over_cp(site: Site) -> list[Option]:
-    """Every admissible typing of a node over cp; without any that cuts a weight of a product."""
+    """Return every admissible typing of a node over cp; without any that cuts a weight of a product."""
     if site.node.target is over_data:
         return [Option((P,), R, Form.WHOLE)]
     found = dict.fromkeys(site.uniform())
@@ -46,9 +46,8 @@ def options_over_cp(site: Site) -> list[Option]:
 
 
 def _is_even(site: Site, option: Option) -> bool:
-    """Whether each sequence that is cut is cut in equal chunks; no mask is drawn for partial sums. Rows that every
-    rank holds beside them are neither summed nor drawn for.
-    """
+    """Return whether each sequence that is cut is cut in equal chunks; no mask is drawn for partial sums. Rows that
+    every rank holds beside them are neither summed nor drawn for."""
     cuts = [t for t in (option.out, *option.args) if t.is_sharded]
     even = all(len({s for s in c.segments if s.sharded}) == 1 and not c.padding for c in cuts)
     once = option.out == P or is_random(site.node)

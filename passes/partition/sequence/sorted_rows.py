@@ -62,7 +62,7 @@ class _Layer:
         self.made: dict[tuple[str, torch.dtype], fx.Node] = {}
 
     def rewrite(self) -> None:
-        """Of values that depend on the choices alone, the known ones."""
+        """Replace values that depend on the choices alone by the known ones."""
         names, order = dict[fx.Node, str](), self.chosen
         for node in sorted(walk([self.chosen], readers, into=lambda n: n <= self.combined)):
             name = self._name_of(node, order)
@@ -108,7 +108,7 @@ class _Layer:
 
 
 def _sorts(value: Tensor, flat: Tensor) -> bool:
-    """Whether it is an order of all rows, by expert."""
+    """Return whether it is an order of all rows, by expert."""
     if value.shape != flat.shape or not torch.equal(torch.sort(value).values, torch.arange(len(flat))):
         return False
     return torch.equal(flat[value], torch.sort(flat).values)
@@ -146,7 +146,7 @@ class SortedRows:
         return self.known.get(node) in ("order", "token", "places")
 
     def _as_given(self, node: fx.Node, out: Placement, **given: Placement) -> Option:
-        """Every operand in the type that it has."""
+        """Return every operand in the type that it has."""
         args = tuple(given.get(n.name, self.natives.get(n, R)) for n in node.all_input_nodes)
         if any(t.has_whole_segment for t in args):
             raise no_typing(node)
@@ -178,7 +178,7 @@ class SortedRows:
         return self._as_given(node, self.natives[first])
 
     def _fit(self, index: fx.Node, size: int) -> bool:
-        """Whether an index counts ``size`` rows: a pair each, or each a token with its choices."""
+        """Return whether an index counts ``size`` rows: a pair each, or each a token with its choices."""
         return self._counts_rows(index) and shape_of(index) == (size * self._times(index),)
 
     def _times(self, index: fx.Node) -> int:
@@ -198,7 +198,7 @@ class SortedRows:
     # ---- inside an order
 
     def _inside(self, node: fx.Node) -> Option:
-        """Row by row: no sharded operand is of another order, and all are read as they are."""
+        """Type an op inside an order row by row: no sharded operand is of another order, and none is converted."""
         sharded = [n for n in node.all_input_nodes if n in self.natives and n not in self.counts]
         option = next(self._of_rows(node), None)
         if option is None or not all(n in self.inside for n in sharded):

@@ -87,7 +87,7 @@ class ThreeRuns:
         self._compared = {node.args[1] for node in nodes if node.target in (aten.eq.Scalar, aten.ne.Scalar)}
 
     def of(self, node: fx.Node) -> Values:
-        """Raises whatever an op raises on drawn values, and TooMuchError."""
+        """Raise whatever an op raises on drawn values, and TooMuchError."""
         state = self.states.get(node)
         if state is None:
             return (self._alone(node),) * 3
@@ -99,7 +99,7 @@ class ThreeRuns:
         return self._drawn[node]
 
     def called(self, node: fx.Node) -> Values:
-        """The results of a call, computed from the values of its operands."""
+        """Return the results of a call, computed from the values of its operands."""
         num_elements = sum(map(_numel, [node, *node.all_input_nodes]))
         if num_elements > MOST_ELEMENTS or node_flops(node) > MOST_FLOPS:
             raise TooMuchError
@@ -112,7 +112,7 @@ class ThreeRuns:
         return computed(node, given.__getitem__)
 
     def _alone(self, node: fx.Node) -> Any:
-        """Of a value that no token reaches."""
+        """Compute a value that no token reaches."""
         for each in in_order([node], self.known, lambda n: [x for x in n.all_input_nodes if x not in self.states]):
             self.known[each] = self._held(each) if each.op == "placeholder" else self.called(each)[0]
         return self.known[node]
@@ -136,7 +136,7 @@ class ThreeRuns:
         return first, torch.where(homes == 1, second, first), torch.where(homes == 2, third, first)
 
     def starts_alone(self, values: Values, rows: Rows) -> bool:
-        """Whether a result has for document 2 what it has for document 1, up to rounding."""
+        """Return whether a result has for document 2 what it has for document 1, up to rounding."""
         x = values[0]
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return True
@@ -144,7 +144,7 @@ class ThreeRuns:
         return bool(apart <= (0.1 if x.dtype in HALF else 1e-3) * x.double().norm())
 
     def _random(self, node: fx.Node, count: int) -> list[Tensor]:
-        """Ids are others than those that the model asks for, as the end of a document or padding."""
+        """Draw numbers; ids are others than those that the model asks for, as the end of a document or padding."""
         if _numel(node) > MOST_ELEMENTS:
             raise TooMuchError
         value, generator = node.meta["val"], torch.Generator().manual_seed(self._numbers[node])
@@ -159,7 +159,7 @@ class ThreeRuns:
 
 
 def _repeated(x: Tensor, rows: Rows) -> Tensor:
-    """With the first rows of document 1 as those of document 2."""
+    """Put the first rows of document 1 in the place of those of document 2."""
     dim, inner, size = rows.run
     one, two = ((rows.homes == n).nonzero()[:, 0] for n in (1, 2))
     count, places = min(len(one), len(two)), torch.arange(x.shape[dim])
@@ -168,7 +168,7 @@ def _repeated(x: Tensor, rows: Rows) -> Tensor:
 
 
 def spread(homes: Tensor, run: Run, shape: tuple[int, ...]) -> Tensor:
-    """The document of each element, to broadcast over a value of ``shape``."""
+    """Return the document of each element, to broadcast over a value of ``shape``."""
     dim, inner, size = run
     along = homes[torch.arange(shape[dim]) // inner % size]
     return along.view([-1 if d == dim else 1 for d in range(len(shape))])

@@ -117,7 +117,7 @@ def _begin(node: fx.Node, types: Types, given: dict[fx.Node, set[Placement]]) ->
 
 
 def _leave(node: fx.Node, types: Types, size: int) -> None:
-    """A sequence without equal chunks is computed in full on every rank."""
+    """Leave a sequence without equal chunks to every rank, which computes it in full."""
     if not types.cuts_again:
         raise not_divisible(node, size, types.cp)
     types.undivided.append((node, size))
@@ -149,7 +149,7 @@ def _check_sums(node: fx.Node, types: Types) -> None:
 
 
 def _summed(value: fx.Node, types: Types) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The ops that partial sums come of, each with the largest cut value that it sums over."""
+    """Yield the ops that partial sums come of, each with the largest cut value that it sums over."""
     for node in walk([value], operands, into=lambda n: types.of(n) == P):
         cut = [n for n in node.all_input_nodes if types.of(n).is_sharded]
         if cut:
@@ -157,7 +157,7 @@ def _summed(value: fx.Node, types: Types) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _chosen(node: fx.Node, types: Types) -> Option:
-    """The typing that moves least; of those the first with a sharded result."""
+    """Return the typing that moves least; of those the first with a sharded result."""
     natives = {n.name: {types.natives[n]} for n in node.all_input_nodes if types.of(n).is_sharded}
     site = Site(node, types.chunks, natives)
     found: list[tuple[float, int, Option]] = []
@@ -175,7 +175,7 @@ def _chosen(node: fx.Node, types: Types) -> Option:
 
 
 def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> float | None:
-    """Bytes that a rank receives if a value is read in a type; None if it cannot be."""
+    """Return the bytes that a rank receives if a value is read in a type; None if it cannot be."""
     have = types.of(value)
     if wanted == I and value.meta.get("grad") and reader.meta.get("grad"):
         return None  # gradients of replicated values are partial
@@ -188,7 +188,7 @@ def _cost(reader: fx.Node, value: fx.Node, types: Types, wanted: Placement) -> f
 
 
 def gathered_from(value: fx.Node, types: Types) -> fx.Node:
-    """The value to gather if a sharded value is read in full: the one before its heads were repeated."""
+    """Return the value to gather if a sharded value is read in full: the one before its heads were repeated."""
     node, best = value, value
     while node.target in VIEWS and types.of(node.all_input_nodes[0]).is_sharded:
         node = node.all_input_nodes[0]
@@ -226,9 +226,8 @@ def settle_whole(node: fx.Node, types: Types) -> None:
 
 
 def _place(node: fx.Node, read: fx.Node, place: int) -> int:
-    """The dim of the result's tokens, of an operand with its tokens in ``place``: where a rule carries that dim, or the
-    same one.
-    """
+    """Return the dim of the result's tokens, of an operand with its tokens in ``place``: where a rule carries that dim,
+    or the same one."""
     cuts = carried(node, {read: {V(place, shape_of(read)[place])}})
     return min((cut.dim for cut in cuts), default=min(place, len(shape_of(node)) - 1))
 

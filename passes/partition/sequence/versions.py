@@ -69,7 +69,7 @@ def needed_versions(
 
 
 def as_version(placement: Placement) -> Placement:
-    """A whole value is one version, with partial gradients or complete ones."""
+    """Make R and I one version: a whole value, with partial gradients or complete ones."""
     return R if placement.kind == "I" else placement
 
 
@@ -89,7 +89,7 @@ def _with_sources(
 
 
 def _version(node: fx.Node, wanted: Placement, types: Types, late: Ops) -> Option | Placement:
-    """How a version is computed, or the version that is converted; a placeholder's whole is itself."""
+    """Return how a version is computed, or the version that is converted; a placeholder's whole is itself."""
     have = types.of(node)
     if node in types.recut:
         return Option((R,) * len(node.all_input_nodes), R, Form.WHOLE) if wanted == R else R
@@ -143,7 +143,7 @@ class OneRow:
 
 
 def one_row(program: Program, scored: Scored) -> OneRow:
-    """Raises PlanError, with the op and its line, if rows of the logits need more than kept rows of earlier values."""
+    """Raise PlanError, with the op and its line, if rows of the logits need more than kept rows of earlier values."""
     logits, dtype = _logits_of(program, scored)
     (length,) = {shape_of(program.node(n))[1] for n, key in program.inputs.items() if key == scored.key}
     types = Types(1, length, cuts_again=False)
@@ -162,7 +162,7 @@ def refused(node: fx.Node, why: str) -> PlanError:
 
 
 def _logits_of(program: Program, scored: Scored) -> tuple[fx.Node, torch.dtype]:
-    """The logits that all look-ups of the loss move or cast, and the dtype in which they read them."""
+    """Return the logits that all look-ups of the loss move or cast, and the dtype in which they read them."""
     found = set[tuple[fx.Node, torch.dtype]]()
     for pick in scored.picks:
         node = program.node(pick.node).all_input_nodes[0]

@@ -83,7 +83,7 @@ class Covers:
     gives: Set[Form] = frozenset({Form.PARTS})
 
     def ops(self) -> tuple[Any, ...]:
-        """The targets of a captured graph's nodes."""
+        """Return the targets of a captured graph's nodes."""
         return (*self.targets, *ops_named(self.names))
 
 
@@ -120,11 +120,11 @@ class Site:
         return self._rules[self.node.name] or NO_RULE
 
     def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
-        """Global shape of an input, or of the output; of a tuple-valued node the first tensor's."""
+        """Return the global shape of an input, or of the output; of a tuple-valued node the first tensor's."""
         return shape_of(node or self.node)
 
     def candidates(self, node: fx.Node | None = None) -> list[Placement]:
-        """The cuts (V types) under discussion for an input, or for the output, in a fixed order."""
+        """Return the cuts (V types) under discussion for an input, or for the output, in a fixed order."""
         return sorted(self._candidates.get((node or self.node).name, ()))
 
     def grad(self, node: fx.Node) -> bool:
@@ -136,29 +136,28 @@ class Site:
     def option(
         self, out: Placement, given: Mapping[fx.Node, Placement], form: Form, *, attends: bool = False
     ) -> Option:
-        """An option with inputs outside of ``given`` as R: the replicated inputs of a sharded op have partial
-        gradients.
-        """
+        """Return an option with inputs outside of ``given`` as R: the replicated inputs of a sharded op have partial
+        gradients."""
         args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
         return Option(args, self.settle(self.node, out), form, attends=attends)
 
     def settle(self, node: fx.Node, placement: Placement) -> Placement:
-        """Without a gradient R and I are the same thing: I is the one name for it."""
+        """Return I for R where there is no gradient: without one they are the same thing."""
         return I if placement.kind == "R" and not self.grad(node) else placement
 
     def uniform(self) -> Iterator[Option]:
-        """The typings that every op admits: all inputs I, and (if a gradient flows) all R."""
+        """Yield the typings that every op admits: all inputs I, and (if a gradient flows) all R."""
         yield Option(tuple(I for _ in self.inputs), I, Form.WHOLE, whole=True)
         if self.grad(self.node) and adds_up(self.node):
             yield Option(tuple(self.settle(n, R) for n in self.inputs), R, Form.WHOLE, whole=True)
 
     def partial(self, linear_in: Iterable[fx.Node]) -> Option:
-        """Partial sums in, partial sums out; the other inputs are factors (R)."""
+        """Return the option of partial sums in, partial sums out; the other inputs are factors (R)."""
         return self.option(P, dict.fromkeys(linear_in, P), Form.PARTIAL)
 
 
 def whole(site: Site) -> Iterator[Option]:
-    """The rule of a call for which there is no other way."""
+    """Return the rule of a call for which there is no other way."""
     return iter(())
 
 

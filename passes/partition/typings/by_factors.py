@@ -30,11 +30,11 @@ class Dims:
     out: int | None
 
     def of_result(self, cut: Placement) -> Placement:
-        """P if they are summed over."""
+        """Return the type of the result: P if they are summed over."""
         return cut.moved(self.out) if self.out is not None else P
 
     def candidates(self, site: Site) -> list[Placement]:
-        """The cuts under discussion for any of them, as of dim 0."""
+        """Return the cuts under discussion for any of them, as of dim 0."""
         found = {c.moved(0) for node, dim in self.inputs.items() for c in site.candidates(node) if c.dim == dim}
         if self.out is not None:
             found |= {c.moved(0) for c in site.candidates() if c.dim == self.out}
@@ -42,7 +42,7 @@ class Dims:
 
 
 def by_factors(site: Site) -> Iterator[Option]:
-    """All that follow from the rule of a call, but for sums."""
+    """Yield all that follow from the rule of a call, but for sums."""
     yield from each(site)
     yield from linear(site)
 
@@ -61,7 +61,7 @@ def each(site: Site, form: Form = Form.PARTS) -> Iterator[Option]:
 
 
 def linear(site: Site) -> Iterator[Option]:
-    """A cast to fewer bits would round each part, so it does not carry partial sums."""
+    """Yield partial sums in, partial sums out. A cast to fewer bits would round each part, so it carries none."""
     operands = operands_of(site.node)
     for together in site.rule.linear if site.grad(site.node) else ():
         inside = {operands[i] for i in together}
@@ -85,7 +85,7 @@ def own_backward(site: Site) -> Iterator[Option]:
 
 
 def dims_of_factors(site: Site, role: Role) -> Iterator[Dims]:
-    """Of each factor that is all of a dim wherever it stands."""
+    """Yield the dims of each factor that is all of a dim wherever it stands."""
     operands, rule = operands_of(site.node), site.rule
     for factor in rule.factors:
         if factor.role is role and all(rule.sole(p.operand, p.dim) is factor for p in factor.places):
@@ -96,8 +96,8 @@ def dims_of_factors(site: Site, role: Role) -> Iterator[Dims]:
 
 
 def _each_once(operands: Sequence[Any], dims: Iterable[int | None]) -> dict[fx.Node, int] | None:
-    """The dim of each operand that has one; None if a tensor stands in the call twice, and would be sharded in two
-    ways."""
+    """Return the dim of each operand that has one; None if a tensor stands in the call twice, and would be sharded in
+    two ways."""
     found: dict[fx.Node, int | None] = {}
     if any(found.setdefault(node, dim) != dim for node, dim in zip(operands, dims, strict=True)):
         return None

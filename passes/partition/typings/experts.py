@@ -15,7 +15,7 @@ from passes.types.types import I, P, Placement, R
 
 
 def dispatch(site: Site) -> Iterator[Option]:
-    """The gradient of a row is on the rank that sent it, and partial over those that got it."""
+    """Type rows on their way: the gradient of a row is on the rank that sent it, and partial over those that got it."""
     rows, here = (_type(R, site, "tp"), _type(R, site, "etp")) if site.grad(site.node) else (I, I)
     yield Option((rows, *(I for _ in site.inputs[1:])), here, Form.ROWS)
 
@@ -25,7 +25,7 @@ def give_back(site: Site) -> Iterator[Option]:
 
 
 def share(site: Site) -> Iterator[Option]:
-    """Each rank has the gradient of the rows of its own experts."""
+    """Type a shared weight: each rank has the gradient of the rows of its own experts."""
     if site.grad(site.node):
         yield Option((_type(R, site, "tp"),), _type(R, site, "etp"), Form.WHOLE)
     else:
@@ -33,25 +33,25 @@ def share(site: Site) -> Iterator[Option]:
 
 
 def own_member(site: Site) -> Iterator[Option]:
-    """The weights of all experts are cut alike; with_gradient likewise."""
+    """Type the weights of all experts alike; with_gradient likewise."""
     for cut in dict.fromkeys(cut for node in (site.node, *site.inputs) for cut in site.candidates(node)):
         yield site.option(cut, dict.fromkeys(site.inputs, cut), Form.PARTS)
 
 
 def join(site: Site) -> Iterator[Option]:
-    """Rows of several experts behind each other: sums of all of them, or of none, are partial."""
+    """Join rows of several experts: sums of all of them, or of none, are partial."""
     yield site.partial(site.inputs)
 
 
 def drop_rows(site: Site) -> Iterator[Option]:
-    """Of the features of a row, those that a rank has."""
+    """Drop of the features of a row those that a rank has."""
     rows = site.inputs[0]
     for cut in dict.fromkeys((*site.candidates(), *site.candidates(rows))):
         yield site.option(cut, {rows: cut}, Form.PARTS)
 
 
 def _type(placement: Placement, site: Site, axis: str) -> Placement:
-    """Over one rank all types are one."""
+    """Return the type; over one rank all types are one."""
     return placement if site.sizes[axis] > 1 else I
 
 

@@ -44,13 +44,13 @@ def reshape(site: Site) -> Iterator[Option]:
 
 
 def expand(site: Site) -> Iterator[Option]:
-    """A dim that is repeated may be cut after: each rank repeats its share of times, from a replicated (R) input."""
+    """Cut a dim that is repeated after: each rank repeats its share of times, from a replicated (R) input."""
     yield from each(site, Form.SIZES)
     yield from linear(site)
 
 
 def split(site: Site) -> Iterator[Option]:
-    """The tuple's type is its input's; the pieces' types follow in ``getitem``."""
+    """Type a split: the tuple's type is its input's; the pieces' types follow in ``getitem``."""
     (x,) = site.inputs
     sizes = site.args[1]
     dim = int(site.args[2])
@@ -123,9 +123,8 @@ def cat(site: Site) -> Iterator[Option]:
 
 
 def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """Each operand sharded along the dim of concatenation, if some cut of it is a candidate: the result's segments are
-    theirs in a row, even if readers want others.
-    """
+    """Yield each operand sharded along the dim of concatenation, if some cut of it is a candidate: the result's
+    segments are theirs in a row, even if readers want others."""
     choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
     wanted = any(choices) or any(c.dim == dim for c in site.candidates())
     if wanted and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
@@ -135,7 +134,7 @@ def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option
 
 
 def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """A cut of the result for replicated operands: each is sharded as its own segments (concatenated biases)."""
+    """Yield a cut of the result for replicated operands: each is sharded as its own segments (concatenated biases)."""
     sizes = [site.shape(n)[dim] for n in operands]
     for cut in site.candidates():
         pieces = pieces_of(cut, sizes) if cut.dim == dim else None
@@ -160,9 +159,8 @@ def pieces_of(cut: Placement, sizes: list[int]) -> list[Placement] | None:
 
 
 def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) -> Iterator[Placement]:
-    """Cuts of a dim from the candidates of its pieces: all of them sharded; and only those with candidates, the rest
-    replicated.
-    """
+    """Yield the cuts of a dim from the candidates of its pieces: all of them sharded; and only those with candidates,
+    the rest replicated."""
     wanted = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] if n else [] for _, n in pieces]
     if not any(wanted):
         return
@@ -175,7 +173,7 @@ def _joint_cuts(site: Site, pieces: list[tuple[int, fx.Node | None]], dim: int) 
 
 
 def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
-    """Slices of one tensor along one dim that tile it are a split in other words."""
+    """Yield cuts of slices of one tensor along one dim that tile it: they are a split in other words."""
     slices = [u for u in x.users if u.target is aten.slice.Tensor and u.args[1] == dim and len(u.args) == 4]
     points = sorted({0, site.shape(x)[dim], *(int(b) for u in slices for b in u.args[2:4])})  # pyright: ignore
     exact = {(u.args[2], u.args[3]): u for u in slices}
@@ -184,7 +182,7 @@ def _sibling_cuts(site: Site, x: fx.Node, dim: int) -> Iterator[Placement]:
 
 
 def projected(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp: int) -> Placement | None:
-    """``cut`` of the first of ``ends`` as a cut of the second, which has ``shape``; None if it does not survive.
+    """Return ``cut`` of the first of ``ends`` as a cut of the second, which has ``shape``; None if it does not survive.
 
     Padding follows a dim that stays one.
     """
@@ -213,7 +211,7 @@ def _ranks(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp:
 
 
 def _segments(cut: Placement, rule: OpRule, ends: Ends, shape: tuple[int, ...], tp: int) -> Placement | None:
-    """Uneven or replicated segments stay a dim of their own, counted in larger or smaller elements."""
+    """Keep uneven or replicated segments a dim of their own, counted in larger or smaller elements."""
     unit = gcd(*(s.local(tp) for s in cut.segments))
     count = sum(cut.sizes) // unit
     at = rule.carried(ends[0], cut.dim, unit, count, ends[1])

@@ -32,7 +32,7 @@ ROW_BYTES = 16  # PyTorch refuses other strides of operands of _grouped_mm
 
 
 def contraction(site: Site) -> Iterator[Option]:
-    """Options of a two- or many-operand product."""
+    """Yield options of a two- or many-operand product."""
     attends = not any(is_weight(n) for n in site.inputs)
     for dims in dims_of_factors(site, Role.EACH):
         for cut in _cuts(site, dims):
@@ -44,7 +44,7 @@ def contraction(site: Site) -> Iterator[Option]:
 
 
 def _cuts(site: Site, dims: Dims) -> list[Placement]:
-    """Those under discussion; a dim of a weight is offered plainly too."""
+    """Return the cuts under discussion; a dim of a weight is offered plainly too."""
     found = set(dims.candidates(site))
     for node, dim in dims.inputs.items():
         size = site.shape(node)[dim]

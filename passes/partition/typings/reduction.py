@@ -107,7 +107,7 @@ def cross_entropy(site: Site) -> Iterator[Option]:
 
 
 def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
-    """A plain cut if the rows divide; else the padded one, unless padding is most of the table."""
+    """Return a plain cut if the rows divide; else the padded one, unless padding is most of the table."""
     if site.divides(rows):
         return [V(dim, rows)]
     if rows > 16 * site.tp:

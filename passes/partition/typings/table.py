@@ -19,7 +19,7 @@ FAMILIES = (experts, layout, products, reduction)
 
 
 def _table(covered: tuple[Covers, ...]) -> dict[Any, Rule]:
-    """Op → its rule; no op has two."""
+    """Map each op to its rule; no op has two."""
     table: dict[Any, Rule] = {}
     for covers in covered:
         for op in covers.ops():
@@ -35,17 +35,17 @@ ANY_OP = frozenset({Form.WHOLE, Form.PARTIAL})
 
 
 def forms_of(rule: Rule) -> frozenset[Form]:
-    """All forms that a rule may give."""
+    """Return all forms that a rule may give."""
     return ANY_OP | GIVES.get(rule, frozenset({Form.PARTS}))
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a call; None if there is none (it is then computed in full on every rank, and reported)."""
+    """Return the rule of a call; None if there is none (it is then computed in full on every rank, and reported)."""
     return products.contraction if "inferred" in node.meta else rule_of_op(node.target)
 
 
 def rule_of_op(target: Any) -> Rule | None:
-    """The rule that an op has, however it is called."""
+    """Return the rule that an op has, however it is called."""
     if target in RULES:
         return RULES[target]
     if isinstance(target, OwnBackward):
@@ -61,7 +61,7 @@ def has_rule(target: Any) -> bool:
 
 
 def options_of(site: Site) -> list[Option]:
-    """Every admissible typing of a node, the replicated ones first; in a fixed order, none twice."""
+    """Return every admissible typing of a node, the replicated ones first; in a fixed order, none twice."""
     rule = rule_of(site.node)
     if rule is not None and site.node.target in experts.BORDERS:
         return list(rule(site))  # of one type on either side, whatever the others

@@ -31,26 +31,26 @@ def arguments(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str
 
 
 def named(node: fx.Node, args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All arguments of a call by their name in the schema, defaults included."""
+    """Return all arguments of a call by their name in the schema, defaults included."""
     schema = getattr(node.target, "_schema", None)
     held = [a for a in schema.arguments if a.has_default_value()] if schema is not None else []
     return {a.name: a.default_value for a in held} | arguments(node, args, kwargs)
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes in an argument, or in several; one that stands there twice also twice."""
+    """Return the nodes in an argument, or in several; one that stands there twice also twice."""
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
 
 
 def position_of(target: Any, name: str) -> int:
-    """The position of the argument ``name`` in the schema of an op."""
+    """Return the position of the argument ``name`` in the schema of an op."""
     return [a.name for a in target._schema.arguments].index(name)
 
 
 def size_argument(target: Any) -> int | None:
-    """The position of the argument of an op that gives the size of its result."""
+    """Return the position of the argument of an op that gives the size of its result."""
     schema = getattr(target, "_schema", None)
     given = [(a.name, str(a.type)) for a in schema.arguments] if schema is not None else []
     return next((i for i, (n, kind) in enumerate(given) if n in ("size", "sizes", "shape") and "List" in kind), None)
@@ -70,20 +70,20 @@ def with_sizes(node: fx.Node, args: Sequence[Any], sizes: Sequence[int]) -> list
 
 
 def returns_nothing(target: Any) -> bool:
-    """Whether an op only checks something, as an assertion does."""
+    """Return whether an op only checks something, as an assertion does."""
     schema = getattr(target, "_schema", None)
     return schema is not None and not schema.returns
 
 
 def without_reshapes(node: fx.Node) -> fx.Node:
-    """The value of which ``node`` is the same elements in another shape; itself if it is no reshape."""
+    """Return the value of which ``node`` is the same elements in another shape; itself if it is no reshape."""
     while node.target is aten.reshape.default:
         node = node.all_input_nodes[0]
     return node
 
 
 def reduced_dims(node: fx.Node) -> frozenset[int]:
-    """The dims of its first operand that an op reduces or runs along; all if it names none."""
+    """Return the dims of its first operand that an op reduces or runs along; all if it names none."""
     ndim = next(tensors_of(node.all_input_nodes[0])).dim()
     given = arguments(node)
     dims = given.get("dim", given.get("dims"))
@@ -93,7 +93,7 @@ def reduced_dims(node: fx.Node) -> frozenset[int]:
 
 
 def permutation(target: Any, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """The dims that an op puts in another order: read off a meta tensor with distinct sizes."""
+    """Return the dims that an op puts in another order: read off a meta tensor with distinct sizes."""
     return [int(n) - 2 for n in target(torch.empty(tuple(range(2, 2 + ndim)), device="meta"), *args, **kwargs).shape]
 
 
@@ -101,12 +101,12 @@ def permutation(target: Any, ndim: int, args: Sequence[Any], kwargs: dict[str, A
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The static (microbatch, global over tp) shape of a value, of a tuple its first tensor's."""
+    """Return the static (microbatch, global over tp) shape of a value, of a tuple its first tensor's."""
     return tuple(map(int, next(tensors_of(node)).shape))
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The tensors of a node's value."""
+    """Yield the tensors of a node's value."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         yield value
@@ -115,17 +115,17 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
-    """Whether numbers of this type may have a gradient."""
+    """Return whether numbers of this type may have a gradient."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def has_floats(node: fx.Node) -> bool:
-    """Whether a value has elements that may have a gradient."""
+    """Return whether a value has elements that may have a gradient."""
     return any(has_gradient(t.dtype) for t in tensors_of(node))
 
 
 def value_bytes(node: fx.Node) -> int:
-    """Bytes of a node's value (of all its tensors, for a tuple)."""
+    """Return the bytes of a node's value (of all its tensors, for a tuple)."""
     return sum(t.numel() * t.element_size() for t in tensors_of(node))
 
 
@@ -151,7 +151,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def dim_of_cat(node: fx.Node) -> int:
-    """The dim along which a concatenation joins its operands."""
+    """Return the dim along which a concatenation joins its operands."""
     return int(node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))  # pyright: ignore[reportArgumentType]
 
 
@@ -163,20 +163,20 @@ def splits(node: fx.Node) -> bool:
 
 
 def is_cut(node: fx.Node) -> bool:
-    """A slice, or one of the pieces of a split."""
+    """Return whether a call is a slice, or one of the pieces of a split."""
     if node.target is operator.getitem:
         return splits(node.all_input_nodes[0])
     return node.target is aten.slice.Tensor and len(node.args) == 4
 
 
 def cut_source(node: fx.Node) -> fx.Node:
-    """The value of which a cut takes a part."""
+    """Return the value of which a cut takes a part."""
     source = node.all_input_nodes[0]
     return source.all_input_nodes[0] if node.target is operator.getitem else source
 
 
 def cut_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
-    """(x, dim, start, stop) of a call that takes neighbouring elements of x along one dim."""
+    """Return (x, dim, start, stop) of a call that takes neighbouring elements of x along one dim."""
     if not is_cut(node):
         return None
     source, args = cut_source(node), node.args
@@ -192,33 +192,33 @@ def cut_of(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 
 def op_named(path: str) -> Any:
-    """An overload by name (``slice.Tensor``), or None on a PyTorch that lacks it."""
+    """Return an overload by name (``slice.Tensor``), or None on a PyTorch that lacks it."""
     name, _, overload = path.partition(".")
     return getattr(getattr(aten, name, None), overload or "default", None)
 
 
 def ops_named(paths: str) -> list[Any]:
-    """Those of the overloads, apart by spaces, that this PyTorch has."""
+    """Return those of the overloads, apart by spaces, that this PyTorch has."""
     return [op for op in map(op_named, paths.split()) if op is not None]
 
 
 def packets(names: str, value: Any) -> dict[Any, Any]:
-    """``value`` for all overloads of each of the ops, apart by spaces, that this PyTorch has."""
+    """Return ``value`` for all overloads of each of the ops, apart by spaces, that this PyTorch has."""
     return {getattr(aten, name): value for name in names.split() if hasattr(aten, name)}
 
 
 def packet_of(target: Any) -> Any:
-    """All overloads of an op together."""
+    """Return all overloads of an op together."""
     return getattr(target, "overloadpacket", target)
 
 
 def draws(target: Any) -> bool:
-    """Whether an op may draw random numbers: PyTorch's tag, which an OwnBackward has too."""
+    """Return whether an op may draw random numbers: PyTorch's tag, which an OwnBackward has too."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether two calls may give different values."""
+    """Return whether two calls may give different values."""
     if node.target is causal_attention:
         return bool(node.kwargs.get("dropout_p"))
     if not draws(node.target):
@@ -230,19 +230,19 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_mutable(target: Any) -> bool:
-    """Whether an op writes into an argument."""
+    """Return whether an op writes into an argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
 def written_by(target: Any) -> list[str]:
-    """The names in the schema of the arguments that an op writes into."""
+    """Return the names in the schema of the arguments that an op writes into."""
     schema = getattr(target, "_schema", None)
     return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] if schema else []
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether PyTorch itself tags the op as pointwise, or it is one of the few that it forgets."""
+    """Return whether PyTorch itself tags the op as pointwise, or it is one of the few that it forgets."""
     if target in FORGOTTEN:
         return True
     is_op = isinstance(target, torch._ops.OpOverload)
@@ -267,8 +267,8 @@ _MASKS = {torch.bool, torch.uint8}
 
 
 def reads_on_host(target: Any, args: Sequence[Any], value_of: Callable[[Any], Any] = lambda value: value) -> bool:
-    """Whether a call waits for the device, as it reads values of tensors on the host, to return them or to shape its
-    results: no CUDA graph captures it. ``value_of`` an argument: the tensor that it is, or one like it.
+    """Return whether a call waits for the device, as it reads values of tensors on the host, to return them or to shape
+    its results: no CUDA graph captures it. ``value_of`` an argument: the tensor that it is, or one like it.
 
     PyTorch tags such ops. An index of integers is none of them, though tagged because of masks, nor is a mask that is
     filled with one number.
@@ -301,7 +301,7 @@ def num_addends(reader: fx.Node, value: fx.Node) -> int:
 
 
 def _is_written_out(target: object) -> bool:
-    """Whether an op has no derivative of its own: a few are then one step that has."""
+    """Return whether an op has no derivative of its own: a few are then one step that has."""
     if not isinstance(target, torch._ops.OpOverload) or packet_of(target) in _ONE_STEP:
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")

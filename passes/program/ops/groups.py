@@ -73,5 +73,5 @@ SEE_THROUGH = RESHAPES | PERMUTES | CASTS | COPIES
 
 
 def is_grouped(target: Any) -> bool:
-    """Whether an op is a grouped product: that of transformers, without the kernel, too."""
+    """Return whether an op is a grouped product: that of transformers, without the kernel, too."""
     return "grouped_mm" in str(target)

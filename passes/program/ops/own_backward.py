@@ -121,7 +121,7 @@ class OwnBackward:
         return [leaf for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Output)]
 
     def returned(self, tensors: Sequence[Tensor]) -> Any:
-        """The structure that apply returns, with these tensors."""
+        """Return the structure that apply returns, with these tensors."""
         rest = iter(tensors)
         return pytree.tree_map_only(Output, lambda _: next(rest), self.outputs)
 
@@ -137,7 +137,7 @@ class OwnBackward:
 
 
 def adds_up(node: fx.Node) -> bool:
-    """Whether the gradients of partial sums are partial sums, as for every derivative."""
+    """Return whether the gradients of partial sums are partial sums, as for every derivative."""
     return not isinstance(node.target, OwnBackward) or node.target.facts.linear
 
 
@@ -153,7 +153,7 @@ def calls_recorded() -> Iterator[None]:
 
 
 def record(call: OwnBackward, tensors: list[Tensor]) -> Any:
-    """The results of ``call``, as one call of the graph under export."""
+    """Return the results of ``call``, as one call of the graph under export."""
     _CALLS[call.key] = call
     return call.returned(OWN_BACKWARD(tensors, call.key))
 

@@ -22,17 +22,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def local_rows(x: Tensor, dim: int, cp: int) -> Tensor:
-    """This rank's tokens of a value over all tokens."""
+    """Return this rank's tokens of a value over all tokens."""
     return x.narrow(dim, 0, x.shape[dim] // cp).clone(memory_format=torch.contiguous_format)
 
 
 def gather_sequence(x: Tensor, dim: int, cp: int) -> Tensor:
-    """All ranks' tokens, in the order of the full sequence."""
+    """Return all ranks' tokens, in the order of the full sequence."""
     return torch.cat([x] * cp, dim)
 
 
 def sum_over_ranks(x: Tensor, cp: int) -> Tensor:
-    """The sum of all ranks' partial sums, on every rank."""
+    """Return the sum of all ranks' partial sums, on every rank."""
     return x * 1
 
 
