@@ -127,11 +127,10 @@ def _merge_equal_calls(program: Program) -> bool:
     any. Not merged: draws, and functions that are no op of PyTorch."""
     graph, firsts, merged = program.graph.graph, dict[object, fx.Node](), set[fx.Node]()
     for node in graph.nodes:
-        is_plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not draws(node.target)
-        if not is_plain or not any(is_parameter(n) or n in merged for n in node.all_input_nodes):
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or draws(node.target):
             continue
         first = firsts.setdefault((node.target, repr(node.args), repr(dict(node.kwargs))), node)
-        if first is not node:
+        if first is not node and any(is_parameter(n) or n in merged for n in node.all_input_nodes):
             first.meta["grad"] = first.meta["grad"] or node.meta["grad"]  # one of them may lead to choices alone
             node.replace_all_uses_with(first)
             graph.erase_node(node)
