@@ -10,7 +10,7 @@ vector_norm   sqrt Σ x²: ranks exchange the sum of squares; type V → I
 amax, amin    ranks exchange theirs; for values without a gradient; type V → I
 
 Sums of a norm are of type P and read as R, so their gradients are summed over ranks too. Weight and bias are cut as
-x is.
+x is, and may be wider: as in PyTorch, the result has the dtype of x and is rounded once.
 """
 
 from typing import Any
@@ -83,16 +83,16 @@ def cut_layer_norm(
     """x [.., n/tp] of this rank, n = ``size`` features in all: this rank's part of ``layer_norm``."""
     wide = widened(x)
     centered = wide - _mean(wide, axis, size)
-    normed = (centered * torch.rsqrt(_mean(centered.square(), axis, size) + eps)).to(x.dtype)
-    return _scaled(normed, weight, bias)
+    normed = centered * torch.rsqrt(_mean(centered.square(), axis, size) + eps)
+    return _scaled(normed, weight, bias).to(x.dtype)
 
 
 def cut_rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, axis: AxisHandle, size: int) -> Tensor:
     """x [.., n/tp] of this rank, n = ``size`` features in all: this rank's part of ``rms_norm``."""
     wide = widened(x)
-    smallest = torch.finfo(x.dtype).eps if eps is None else eps
-    normed = (wide * torch.rsqrt(_mean(wide.square(), axis, size) + smallest)).to(x.dtype)
-    return _scaled(normed, weight, None)
+    smallest = torch.finfo(wide.dtype).eps if eps is None else eps
+    normed = wide * torch.rsqrt(_mean(wide.square(), axis, size) + smallest)
+    return _scaled(normed, weight, None).to(x.dtype)
 
 
 def _mean(x: Tensor, axis: AxisHandle, size: int) -> Tensor:

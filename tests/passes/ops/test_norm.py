@@ -53,7 +53,25 @@ def test_values_and_gradients_are_those_of_the_whole_norm(tp, kind, exchanges, s
         assert axis.counts["all_reduce", "forward"] == axis.counts["all_reduce", "backward"] == exchanges
 
 
-def test_the_default_epsilon_is_that_of_the_input_s_dtype():
-    x = torch.tensor([[1e-4, -1e-4]])
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_default_epsilon_is_that_of_the_dtype_that_the_norm_computes_in(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1e-4, -1e-4]], dtype=dtype)
     found = cut_rms_norm(x, None, None, AxisHandle("tp", 1, 0), 2)
     torch.testing.assert_close(found, F.rms_norm(x, [2]))
+
+
+@pytest.mark.parametrize("of_weight", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_a_norm_of_half_precision_is_rounded_once_whatever_its_weight(
+    kind: str, dtype: torch.dtype, of_weight: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    x, *vectors = torch.randn(1000, FEATURES, dtype=dtype), *torch.randn(2, FEATURES, dtype=of_weight or dtype)
+    found = cut(kind, AxisHandle("tp", 1, 0), x, *vectors)
+    expected = whole(kind, x, *vectors)
+    assert found.dtype == expected.dtype == dtype
+    assert (found != expected).float().mean() < 0.01
