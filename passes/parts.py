@@ -123,7 +123,7 @@ def _rewritten(graph: fx.Graph, root: nn.Module, pieces: dict[int, CompiledPiece
 
 
 def _with_calls(graph: fx.Graph, members: dict[int, list[fx.Node]], call: Callable[[fx.Graph, int, Env], None]) -> Env:
-    """Of each node that is left, the node of a new graph, in which ``call`` adds a part by its number."""
+    """Map each node that is left to that of a new graph, in which ``call`` adds a part by its number."""
     new, env = fx.Graph(), Env()
     for unit in _in_order(graph, members):
         if isinstance(unit, fx.Node):

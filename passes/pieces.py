@@ -86,14 +86,14 @@ class Region:
 
     @property
     def static_bytes(self) -> int:
-        """Of one slot: inputs and outputs, the gradients of those that carry one, and of inputs that pass through."""
+        """The bytes of one slot: inputs and outputs, their gradients, and those of inputs that pass through."""
         crossing = (*self.inputs.values(), *self.outputs.values())
         of_later = sum(self.inputs[key].bytes for key in self.through)
         return sum(value.bytes * (2 if value.requires_grad else 1) for value in crossing) + of_later
 
     @property
     def num_graphs(self) -> int:
-        """Of one slot: a forward, and a backward if an output carries a gradient."""
+        """The graphs of one slot: a forward, and a backward if an output carries a gradient."""
         return 1 + any(value.requires_grad for value in self.outputs.values())
 
 

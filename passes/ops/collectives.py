@@ -183,7 +183,7 @@ def f(x: Tensor, axis: AxisHandle) -> Tensor:
 
 
 def g(x: Tensor, axis: AxisHandle, owned: bool = False) -> Tensor:
-    """After a row-parallel linear, before its bias. ``owned``: no other op reads x, nor does the backward of its
+    """Sum after a row-parallel linear, before its bias. ``owned``: no other op reads x, nor does the backward of its
     producer, so it is summed in place.
     """
     return _G.apply(x, axis, owned)

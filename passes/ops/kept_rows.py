@@ -25,7 +25,7 @@ class KeptRows:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
 
     def of_microbatch(self, name: str) -> tuple[int, str]:

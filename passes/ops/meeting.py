@@ -50,7 +50,7 @@ class Meeting:
 
     @property
     def sizes(self) -> list[int]:
-        """On the host, how many rows each expert of this rank has."""
+        """The number of rows of each expert of this rank, on the host."""
         return (self.to_experts if self.to_parts is None else self.to_parts).sizes
 
 

@@ -86,7 +86,7 @@ class WeightGradients:
 
     @contextmanager
     def put_aside(self, key: Key | None) -> Iterator[None]:
-        """Around the backward of ``key``: defers the work for weights to ``run(key)``. None: it is done at once."""
+        """Defer the work for weights inside, in the backward of ``key``, to ``run(key)``. None: it is done at once."""
         assert key not in self._kept, f"the work of (chunk, microbatch) {key} was deferred and has not run"
         if key is not None:
             self._aside = self._kept[key] = deque()
@@ -104,7 +104,7 @@ class WeightGradients:
 
     @property
     def num_waiting(self) -> int:
-        """Of how many backwards work is put aside: none at the end of a step."""
+        """The number of backwards with deferred work: none at the end of a step."""
         return len(self._kept)
 
     @torch.no_grad()

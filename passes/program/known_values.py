@@ -55,7 +55,7 @@ def known_answer(tensor: Tensor, question: str) -> Any:
 
 
 def assume(tracer: Any, node: fx.Node, value: Tensor) -> None:
-    """From now on ``value`` is that of ``node``, until something is written into it."""
+    """Take ``value`` as that of ``node`` from now on, until something is written into it."""
     vars(tracer).setdefault("assumed", {})[node] = value, _writes(node)
 
 
@@ -117,7 +117,7 @@ def known_result(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _computed(func: Any, given: dict[str, Any], known: Callable[[Any], Any]) -> Any:
-    """Of known values alone."""
+    """Compute a result of known values alone."""
     values: Any = _UNKNOWN if given.get("num_classes", -1) >= 0 else known(given)
     if values is _UNKNOWN:
         return None

@@ -45,14 +45,14 @@ class Matrices:
         return sum(self.sizes)
 
     def ranges(self, index: int) -> Iterator[tuple[int, int]]:
-        """Of matrix ``index`` its runs of elements along ``dim``."""
+        """Yield the runs of elements of matrix ``index`` along ``dim``."""
         first = sum(self.sizes[:index])
         for start in range(first, self.repeats * self.period, self.period):
             yield start, start + self.sizes[index]
 
 
 def find_matrices(graph: fx.Graph, parameters: Mapping[str, str], *, by_heads: bool = False) -> dict[str, Matrices]:
-    """Of each hidden weight, by fqn. ``parameters``: placeholder → fqn."""
+    """Map the fqn of each hidden weight to its matrices. ``parameters``: placeholder → fqn."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in parameters or node.meta["val"].dim() < 2:
@@ -76,7 +76,7 @@ class Read(NamedTuple):
 
 
 def _reads(node: fx.Node, rows: int | None) -> Iterator[Read | None]:
-    """Of a weight, or a value with its elements: the products that read it; None for a reader of another kind."""
+    """Yield the products that read a weight, or a value with its elements; None for a reader of another kind."""
     for user in node.users:
         if user.target in groups.PRODUCTS or groups.is_grouped(user.target):
             yield Read(user, node, rows)
@@ -117,7 +117,7 @@ def _matrices(weight: fx.Node, reads: list[Read], by_heads: bool) -> Matrices:
 
 
 def _by_cuts(read: Read, shape: Sequence[int], by_heads: bool) -> Matrices | None:
-    """As the result of a product is cut; ``by_heads``: and then into heads, if each has its rows side by side."""
+    """Cut as the result of a product is; ``by_heads``: and then into heads, if each has its rows side by side."""
     product, of_result = read.product, -2 if read.product.target is aten.linear.default else -1
     if read.rows is None or product.target is aten.einsum.default or read.operand is not product.args[1]:
         return None
@@ -192,7 +192,7 @@ def _distinct(rows: Tensor) -> Tensor:
 
 
 def _each_once(rows: Tensor) -> Tensor:
-    """Without the dims along which they do not change."""
+    """Drop the dims along which the rows do not change."""
     return rows[tuple(0 if stride == 0 else slice(None) for stride in rows.stride())]
 
 

@@ -64,14 +64,14 @@ class Condition:
     answer: bool
 
     def holds(self, microbatch: Mapping[str, torch.Tensor]) -> bool:
-        """Of one microbatch on the CPU."""
+        """Return whether it holds of one microbatch, on the CPU."""
         with torch.no_grad():
             found = self.graph(*(microbatch[name].to(dtype) for name, dtype in self.inputs))
         values = {s: sympy.sympify(_number(value)) for s, value in zip(self.symbols, found, strict=True)}
         return bool(self.question.subs(values)) == self.answer
 
     def named(self, names: Sequence[str]) -> Condition | None:
-        """With the batch keys ``names``, which come last, in place of positions; None if another value is read."""
+        """Return it with the batch keys ``names``, which come last, for positions; None if it reads another value."""
         if any(int(position) < -len(names) for position, _ in self.inputs):
             return None
         return replace(self, inputs=tuple((names[int(position)], dtype) for position, dtype in self.inputs))

@@ -16,12 +16,12 @@ NAMES = ("dim", "dims", "axis")
 
 
 def elementwise(call: Call) -> OpRule:
-    """With broadcasting."""
+    """Align operands with broadcasting."""
     return aligned(call).done()
 
 
 def like(call: Call) -> OpRule:
-    """As large as the operand, and not made of its values."""
+    """Align a result as large as the operand, and not made of its values."""
     return aligned(call).done(unread=range(len(call.shapes)))
 
 
@@ -86,7 +86,7 @@ def _beside(call: Call, dims: Collection[int]) -> OpRule | None:
 
 
 def reduction(role: Role) -> Builder:
-    """Of all dims by default. ``max(x, other)`` is by elements."""
+    """Return the builder of a reduction, of all dims by default. ``max(x, other)`` is by elements."""
 
     def rule(call: Call) -> OpRule | None:
         if "other" in call.given:

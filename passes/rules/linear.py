@@ -25,7 +25,7 @@ def first(call: Call) -> Sets:
 
 
 def sums(call: Call) -> Sets:
-    """Of two tensors: a number would be added once for each part."""
+    """Take both of two tensors: a number would be added once for each part."""
     return everywhere(call) if len(call.operands) == 2 else ()
 
 
@@ -54,7 +54,7 @@ def of(*names: str) -> Callable[[Call], Sets]:
 
 
 def scattered(call: Call) -> Sets:
-    """With rows of a tensor, added or in place of others."""
+    """Take rows of a tensor too, added or in place of others."""
     reduces = call.given.get("reduce") is not None
     return of("self", "src")(call) if call.position("src") is not None and not reduces else ()
 

@@ -40,7 +40,7 @@ class Pattern:
         return all(len({size for *_, size in places} - {1}) <= 1 for places in self._places(call).values())
 
     def _places(self, call: Call) -> dict[str, list[tuple[int, int, int]]]:
-        """Of each word, and of each dim of "...", where it stands: (operand or RESULT, dim, size)."""
+        """Map each word, and each dim of "...", to where it stands: (operand or RESULT, dim, size)."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         terms = zip((*self.operands, self.result), (*call.shapes, call.result), strict=True)
         for operand, (term, shape) in zip((*range(len(call.shapes)), RESULT), terms, strict=True):
@@ -49,13 +49,13 @@ class Pattern:
         return found
 
     def sizes(self, call: Call) -> dict[str, int]:
-        """Of each word in a call that it fits, and of "..." the product of all dims in front."""
+        """Map each word to its size in a call that it fits, and "..." to the product of all dims in front."""
         found = {word: max(1, *(size for *_, size in places)) for word, places in self._places(call).items()}
         front = [word for word in found if word.startswith("...")]
         return found | ({"...": prod(found.pop(word) for word in front)} if front else {})
 
     def rule(self, call: Call) -> OpRule:
-        """Of a call that it fits."""
+        """Return the rule of a call that it fits."""
         factors = Factors(call)
         for word, places in self._places(call).items():
             factors.add(self.roles.get(word, Role.EACH), *((operand, dim) for operand, dim, _ in places))

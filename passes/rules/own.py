@@ -38,7 +38,7 @@ class OwnRule:
         return self.pattern.rule(call) if self.pattern.fits(call) else None
 
     def flops_of(self, node: fx.Node) -> int:
-        """Of one forward call."""
+        """Count the FLOPs of one forward call."""
         call = call_of(node)
         if self.flops is None or call is None or not self.pattern.fits(call):
             return 0

@@ -67,7 +67,7 @@ def id_ranges(program: Program) -> dict[str, tuple[IdRange, ...]]:
 
 
 def _parts(held: Tensor, inputs: Mapping[fx.Node, Tensor]) -> Iterator[tuple[fx.Node, tuple[Span, ...]]]:
-    """Of each input with elements among those of the places ``held``, these as spans of one sequence. Of the batch all
+    """Yield each input with elements at the places ``held``, and these as spans of one sequence. Of the batch all
     or nothing: a microbatch is not the batch that the user gives.
     """
     for node, own in inputs.items():
@@ -141,8 +141,8 @@ FIRST = 1 << 40  # the first place: no id is as large
 
 
 def _places(program: Program, rank: int) -> dict[fx.Node, Tensor]:
-    """Of each value with unchanged elements of inputs their places among those of all inputs, on ``rank`` of cp; other
-    elements are below FIRST.
+    """Map each value with unchanged elements of inputs to their places among those of all inputs, on ``rank`` of cp;
+    other elements are below FIRST.
     """
     known, first = dict[fx.Node, Tensor](), FIRST
     for node in program.graph.graph.nodes:

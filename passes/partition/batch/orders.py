@@ -34,7 +34,7 @@ def batch_size(program: Program) -> int:
 
 
 class Orders:
-    """Of a capture of two sequences or more. ``on_batch``: nodes made of the batch, with their ``runs``."""
+    """Facts of a capture of two sequences or more. ``on_batch``: nodes made of the batch, with their ``runs``."""
 
     def __init__(self, program: Program, on_batch: Collection[fx.Node], runs: Runs) -> None:
         self.program, self.on_batch, self.runs, self.size = program, on_batch, runs, batch_size(program)

@@ -41,7 +41,7 @@ class Sequences:
 
     @cached_property
     def orders(self) -> list[RestoredOrder]:
-        """Of rows that are sorted by expert and come back in order: they keep sequences apart."""
+        """The orders of rows that are sorted by expert and come back: they keep sequences apart."""
         return restored_orders(self.program.graph.graph, self.on_batch)
 
     @cached_property

@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """Of both documents, and of no token. ``origin``: the op that pooled them."""
+    """A value of both documents, and of no token. ``origin``: the op that pooled them."""
 
     origin: fx.Node
 
@@ -175,7 +175,7 @@ def spread(homes: Tensor, run: Run, shape: tuple[int, ...]) -> Tensor:
 
 
 def moved(first: Any, other: Any) -> list[Tensor]:
-    """Of each tensor, the elements that differ between two runs. One that is no number may be anything."""
+    """Return for each tensor the elements that differ between two runs; NaN and Inf may be anything."""
     leaves = zip(pytree.tree_leaves(first), pytree.tree_leaves(other), strict=True)
     return [_differ(a, b) for a, b in leaves if isinstance(a, Tensor)]
 
@@ -188,7 +188,7 @@ def _differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pure_runs(one: Tensor, two: Tensor, tokens: int) -> Iterator[tuple[Run, Tensor]]:
-    """Of values that read documents as given, each dim along which every token reads one, with the homes."""
+    """Yield each dim along which every token of a value reads one document, with the homes."""
     for dim, size in enumerate(one.shape):
         whole = {(1, size)} if size else set()
         parts = [(1, tokens), (size // tokens, tokens), *whole] if size % tokens == 0 else whole

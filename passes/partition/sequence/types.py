@@ -233,7 +233,7 @@ def _place(node: fx.Node, read: fx.Node, place: int) -> int:
 
 
 def _cut_again(node: fx.Node, read: fx.Node, place: int, types: Types) -> Placement | None:
-    """As ``read`` is, if the result has its tokens where they were; else in equal chunks, if there are any."""
+    """Cut as ``read`` is, if the result has its tokens where they were; else in equal chunks, if there are any."""
     size, before = shape_of(node)[place], types.of(read)
     is_same = before.is_sharded and (before.dim, shape_of(read)[before.dim]) == (place, size)
     if is_same and not (before.has_whole_segment and has_flops(node)):

@@ -39,7 +39,7 @@ Made = dict[Placement, Option | Placement]  # type → how it is computed, or th
 
 
 def versions_of(graph: fx.Graph, types: Types, loss: fx.Node) -> dict[fx.Node, Made]:
-    """Of every value that the loss, as partial sums, is made of; of every placeholder at least the whole."""
+    """Return the versions of all values that the loss, as partial sums, needs; of a placeholder at least the whole."""
     results = {node: R for node in graph.nodes if node.op == "placeholder"}
     return needed_versions(list(graph.nodes), types, {**results, loss: P})
 

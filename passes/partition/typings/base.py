@@ -114,7 +114,7 @@ class Site:
 
     @property
     def rule(self) -> OpRule:
-        """Of the call; without factors if it has none."""
+        """The rule of the call; without factors if it has none."""
         if self.node.name not in self._rules:
             self._rules[self.node.name] = rule_of(self.node)
         return self._rules[self.node.name] or NO_RULE

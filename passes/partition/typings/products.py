@@ -70,7 +70,7 @@ def convolution(site: Site) -> Iterator[Option]:
 
 
 def _groups(site: Site, x: fx.Node, weight: fx.Node, channel: int, groups: int) -> Iterator[Option]:
-    """As many channels in and out: any segments if each channel is a group, else complete groups in one segment."""
+    """Cut as many channels in and out: any segments if each channel is a group, else complete groups in one."""
     size = site.shape(weight)[0]
     if site.shape(x)[channel] != size:
         return

@@ -65,7 +65,7 @@ def gathered_attention(
 
 
 def over_data(share: Tensor) -> Tensor:
-    """In a captured graph: Σ of the shares of all microbatches, as are their gradients. Of one process: the value."""
+    """Return Σ of the shares of all microbatches, as are their gradients; the value, if run in one process."""
     return share
 
 
