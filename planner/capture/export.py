@@ -59,7 +59,7 @@ from planner.capture.python.eager_answers import EagerAnswers
 from planner.capture.resized import Earlier
 from planner.capture.selection.places import is_dynamic
 from planner.capture.selection.settle import compute_all_rows, skipped_parameters
-from planner.capture.trace import FORWARD_MUST_WORK, Forward, quietly, traced
+from planner.capture.trace import FORWARD_MUST_WORK, Forward, quietness, traced
 
 
 @calls_recorded()
@@ -196,8 +196,9 @@ def _functional(
 
 def _decomposed(exported: torch.export.ExportedProgram, where: Where) -> torch.export.ExportedProgram:
     what = "the model cannot be captured: its in-place ops cannot be made functional"
-    with refusing(what, where=where, fix="write them out of place (`x = x + y` for `x += y`)", of=(Exception,)):
-        return quietly(lambda: exported.run_decompositions({}))
+    fix = "write them out of place (`x = x + y` for `x += y`)"
+    with refusing(what, where=where, fix=fix, of=(Exception,)), quietness():
+        return exported.run_decompositions({})
 
 
 def _is_of_vmap(call: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from passes.program.ops.aten import arguments, aten, draws, is_mutable, nodes_in
 from passes.program.ops.groups import PERMUTES, RESHAPES, SAME, SPLITS
 from passes.program.source_lines import where_of
 from planner.capture.data_dependence import shape_of_data
+from planner.capture.model.exchange import storage_of
 
 
 class UnknownWrite(Exception):
@@ -90,16 +91,13 @@ class _View:
 
 
 class _Rewriter:
-    """Owns the new graph. ``views``: each tensor of the old graph; ``plain``: all other values. ``at``: the current
-    call.
-    """
+    """Owns the new graph; ``views`` has each value of the old one. ``at``: the call that is rewritten."""
 
     at: fx.Node
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.views: dict[fx.Node, _View] = {}
-        self.plain: dict[fx.Node, Any] = {}
         self.written: dict[str, _Root] = {}
 
     def run(self, module: fx.GraphModule) -> dict[str, str]:
@@ -111,18 +109,13 @@ class _Rewriter:
 
     def _keep(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, self._read)
-        source = viewed(node)
-        if source is not None and source in self.views:
-            seen = self.views[source]
-            self.views[node] = _View(seen.root, (*seen.calls, node), new)
-        elif isinstance(node.meta.get("val"), Tensor):
+        if (source := viewed(node)) is None:
             self.views[node] = _View(_Root(new), (), new)
         else:
-            self.plain[node] = new
+            whole = self.views[source]
+            self.views[node] = _View(whole.root, (*whole.calls, node), new)
 
     def _read(self, node: fx.Node) -> Any:
-        if node in self.plain:
-            return self.plain[node]
         view = self.views[node]
         if view.version != view.root.version:
             view.node, view.version = self._replay(view.root.value, view.calls)[-1], view.root.version
@@ -140,8 +133,9 @@ class _Rewriter:
     def _write(self, node: fx.Node) -> None:
         target = _functional_op(node.target)
         first = node.target._schema.arguments[0].name  # pyright: ignore
-        x = node.args[0] if node.args else None
-        if target is None or written_by(node.target) != [first] or not isinstance(x, fx.Node) or x not in self.views:
+        x: Any = node.args[0] if node.args else None
+        is_tensor = isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor)
+        if target is None or written_by(node.target) != [first] or not is_tensor:
             raise UnknownWrite(str(node.target))
         view, old = self.views[x], x.meta["val"]
         value = self._fitting(node, target(self, node, self._read(x)), old)
@@ -177,7 +171,7 @@ class _Rewriter:
             return part
         if target is aten.unfold.default:  # PyTorch would write zeros into what no window covers
             raise PlanError(
-                "a write in place into windows (unfold): positions that windows share have no one value",
+                "a write in place into windows (unfold): overlapping windows would give one position several values",
                 where=where_of(call),
                 fix="write into slices or a reshape of the tensor, or compute a new tensor",
             )
@@ -203,7 +197,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
     seen = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(seen, Tensor) or is_batchedtensor(seen) or is_batchedtensor(value):  # within torch.vmap
         return None
-    return source if seen.untyped_storage()._cdata == value.untyped_storage()._cdata else None  # pyright: ignore
+    return source if storage_of(seen) == storage_of(value) else None  # pyright: ignore
 
 
 def written_to(node: fx.Node) -> list[fx.Node]:

@@ -120,10 +120,10 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
         if is_known:
             return made
         made.notes, made.told = gradients.notes, [*gradients.regions.told()]
-        with gradients.watched(forward.model):
-            quietly(watch.refuse_draws)
+        with gradients.watched(forward.model), quietness():
+            watch.refuse_draws()
             if not _are_alike(forward, watch, [FurtherCall(forward.mode), FurtherCall(forward.mode)]):
-                quietly(watch.call_again)
+                watch.call_again()
             if watch.is_unknown:
                 watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
@@ -138,8 +138,8 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
                     watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
             watch.note_reads()
         watch.refuse_changing()
-        with gradients.watched(forward.model):
-            quietly(watch.refuse_schedules)
+        with gradients.watched(forward.model), quietness():
+            watch.refuse_schedules()
     made.told += watch.remarks
     return made
 
@@ -222,8 +222,10 @@ def _export(
         watch.check(args, kwargs)
 
     try:
-        with CertainDraws(check, asked.draw_is_not_zero), asked.answered(), loss_lines(model), global_hooks_kept():
-            exported = quietly(lambda: _exported(model, kwargs))
+        draws, no_code = CertainDraws(check, asked.draw_is_not_zero), _use_lazy_graph_module(True)
+        # intermediate graphs get no Python code: nothing runs them
+        with draws, asked.answered(), loss_lines(model), global_hooks_kept(), quietness(), no_code:
+            exported = torch.export.export(model, (), kwargs, strict=False)
         if copies is not None:
             copies.append(exported)
         return _named(copied_export(exported)[0], model)
@@ -244,12 +246,6 @@ def _export(
         raise not_captured(what, where, FORWARD_MUST_WORK) from error
 
 
-def _exported(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> ExportedProgram:
-    """Run torch.export, without writing Python code for intermediate graphs that nothing runs."""
-    with _use_lazy_graph_module(True):
-        return torch.export.export(model, (), kwargs, strict=False)
-
-
 def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
     """Write out casts of autocast, name modules as the model does, drop calls that change nothing."""
     drop_needless_writes(exported.graph)
@@ -257,11 +253,6 @@ def _named(exported: ExportedProgram, model: nn.Module) -> ExportedProgram:
     write_casts(exported.graph)
     name_sliced_modules(exported.graph, model)
     return exported
-
-
-def quietly(run: Any) -> Any:
-    with quietness():
-        return run()
 
 
 @contextmanager

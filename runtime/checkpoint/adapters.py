@@ -21,7 +21,7 @@ from torch import Tensor
 
 from passes.errors import PlanError
 from planner.capture.model.assembly import Source
-from planner.capture.model.hub_format import Adapted, HubFormat
+from planner.capture.model.hub_format import Adapted, HubFormat, held_by
 from planner.capture.model.hugging_face import offline
 from planner.capture.model.reference import CONFIG
 from planner.files.text import read_json
@@ -90,11 +90,11 @@ def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directo
         directory, lambda name: _FILE.fullmatch(name) is not None, lambda name: name == CONFIG
     ) as new:
         with (
-            adapted.holding({n: values[n] for n in adapted.needed_by(adapter)}) as module,
+            held_by(adapted.module, {n: values[n] for n in adapted.needed_by(adapter)}),
             offline(),
             warnings.catch_warnings(action="ignore"),
         ):
-            module.save_pretrained(str(new), selected_adapters=[adapter])
+            adapted.module.save_pretrained(str(new), selected_adapters=[adapter])
         (new / "README.md").unlink(missing_ok=True)  # a template, which would replace a text of the user's own
         if adapter != DEFAULT:
             for path in (new / adapter).iterdir():

@@ -26,8 +26,8 @@ from planner.capture.model.exchange import tensors_in
 
 COARSE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 5e-2}
 TOO_MANY_ELEMENTS = 10**8
-READS_MEMORY = "computes something else where its arguments lie otherwise in memory, as parts of them do"
-MEMORY_FIX = "call .contiguous() on its arguments, or read them by their dims"
+READS_MEMORY = "depends on the strides of its arguments, which are others for parts of them"
+MEMORY_FIX = "call .contiguous() on its arguments, or read them by index"
 Near = Callable[[Tensor, Tensor], bool]
 T = TypeVar("T")
 _ORDERS: tuple[Callable[[Tensor], Tensor], ...] = (

@@ -153,12 +153,10 @@ class _Look:
                 torch.empty_strided(s.sizes, t.stride(), dtype=s.dtype, device="cpu")
                 for s, t in zip(self.use.shapes, tensors_in(self.args), strict=True)
             ]
-            made: list[Any] = []
             try:
-                made.append(self._run(values, reads))
+                return self._run(values, reads)
             finally:
                 self._refuse_hidden(reads)
-            return made[0]
 
     def _run(self, values: list[Tensor], reads: _Reads | None = None) -> Any:
         leaves = [v.requires_grad_() if s.requires_grad else v for s, v in zip(self.use.shapes, values, strict=True)]

@@ -1,4 +1,4 @@
-"""A model in eager mode, without what its user set up beside its forward: torch.compile, key-value caches, checkpoints.
+"""A model in eager mode, without torch.compile, key-value caches and checkpoints that users set up beside its forward.
 
     blocks.0._orig_mod.up.weight     as torch.compile(blocks[0]) names a parameter
     blocks.0.up.weight               as the module that was compiled names it
@@ -35,8 +35,8 @@ from passes.interceptors import Interceptor, installed
 from passes.program.source_lines import users_frame, where_of_frame
 
 NOTE = (
-    "torch.compile in the model has no effect here: what each rank runs is compiled by compile: true in the spec, and "
-    "captured as if nothing were compiled"
+    "torch.compile in the model has no effect here: the model is captured uncompiled, and compile: true in the spec "
+    "compiles the code of each rank"
 )
 T = TypeVar("T")
 _WRAPPER = re.compile(r"(?<![^./])_orig_mod\.")
@@ -181,7 +181,7 @@ def _refuse_other_blocks(mask: flex.BlockMask) -> None:
         raise PlanError(
             "the blocks of a BlockMask for flex_attention may allow other keys than its mask_mod",
             where=where_of_frame(*line) if (line := users_frame()) else Where(),
-            fix="make the mask by create_block_mask: its mask_mod says all of it",
+            fix="make the mask by create_block_mask, which derives the blocks from the mask_mod",
         )
 
 

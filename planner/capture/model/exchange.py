@@ -23,6 +23,7 @@ from torch.nn.modules import module as modules_of_torch
 from torch.utils import _pytree as pytree
 
 from passes.errors import PlanError
+from passes.interceptors import installed
 
 _CONTAINERS = (list, tuple, dict)
 GLOBAL_HOOKS = [name for name in vars(modules_of_torch) if name.startswith("_global_") and name.endswith("hooks")]
@@ -40,17 +41,10 @@ def tensors_in_scripts(modules: list[nn.Module]) -> list[tuple[Any, str, Tensor]
     ]
 
 
-@contextmanager
-def scripts_unwrapped(modules: list[nn.Module]) -> Iterator[None]:
+def scripts_unwrapped(modules: list[nn.Module]) -> AbstractContextManager[None]:
     """Replace methods of scripted modules by those in C++, as in a module that was loaded from a file."""
-    kept = [(m, n, v) for m in modules for n, v in vars(m).items() if isinstance(v, torch.ScriptMethod)]
-    try:
-        for module, name, _ in kept:
-            vars(module)[name] = module._c._get_method(name)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-        yield
-    finally:
-        for module, name, value in kept:
-            vars(module)[name] = value
+    scripted = [(m, name) for m in modules for name, v in vars(m).items() if isinstance(v, torch.ScriptMethod)]
+    return installed(*((m, name, m._c._get_method(name)) for m, name in scripted))  # pyright: ignore
 
 
 def refuse_parameters(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A constant of the graph that is a parameter of the model, or sees the memory of one, is that parameter.
+"""Replace constants of the graph that are parameters of the model, or views of their memory, by these parameters.
 
     partial(F.linear, weight=self.emb.weight)      the parameter itself
     self.wt = self.w.t()                           permute of it, as its gradient and its updates show there
@@ -20,8 +20,9 @@ from torch.export import ExportedProgram
 
 from passes.errors import PlanError, Where
 from passes.program.source_lines import origin_of, where_of
+from passes.program.walks import last_of_header
 from planner.capture.memory_order import Layout, Views, seen_through, views_of
-from planner.capture.model.exchange import Exchange
+from planner.capture.model.exchange import Exchange, storage_of
 from planner.capture.python.draws import Draw
 from planner.capture.user_lines import CallSites
 
@@ -42,12 +43,9 @@ class ForeignTensors:
     def __init__(self, model: nn.Module, exchange: Exchange) -> None:
         self._exchange, self._sites = exchange, CallSites(model)
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number of one that is gone
-        self.is_running = False
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Check the arguments of a torch function."""
-        if not self.is_running:
-            return
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, (list, tuple)):
                 self.check(value, None)
@@ -88,20 +86,19 @@ def read_kept_values(exported: ExportedProgram) -> None:
 
     Export sees the copy that autograd returns, without memory of its own, and takes it for a constant.
     """
-    nodes = list(exported.graph.nodes)
-    holders = {node.name: node for node in nodes if node.op == "placeholder"}
     lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
     kept = {name: v for name, t in lifted.items() if isinstance(v := exported.constants.get(t), FakeTensor)}
-    made: dict[int, fx.Node] = {}
-    for node in nodes:
-        if node.name not in kept and isinstance(value := node.meta.get("val"), FakeTensor):
-            made.setdefault(value.untyped_storage()._cdata, node)
+    holders, makers = dict[str, fx.Node](), dict[int, fx.Node]()
+    for node in exported.graph.nodes:
+        if node.name in kept:
+            holders[node.name] = node
+        elif isinstance(value := node.meta.get("val"), FakeTensor):
+            makers.setdefault(storage_of(value), node)
     for name, value in kept.items():
-        maker = made.get(value.untyped_storage()._cdata)
+        maker = makers.get(storage_of(value))
         views = None if maker is None else _views_between(maker.meta["val"], value)
         if maker is not None and views is not None:
-            last = list(holders.values())[-1] if maker.op == "placeholder" else maker
-            _read_instead(holders[name], maker, views, last)
+            _read_instead(holders[name], maker, views, last_of_header(maker))
 
 
 def _views_between(whole: Tensor, value: Tensor) -> Views | None:

@@ -75,12 +75,6 @@ class Adapted:
         """Return names in the model of the tensors that the adapter's file is made of."""
         return tuple(self._prompt_encoder(adapter)) or tuple(name for name in self.files_of(adapter).values() if name)
 
-    @contextmanager
-    def holding(self, values: Mapping[str, Tensor]) -> Iterator[Any]:
-        """Give the tensors named in ``values`` these values in peft's module, and yield it."""
-        with held_by(self.module, values):
-            yield self.module
-
     def _prompt_encoder(self, adapter: str) -> dict[str, Tensor]:
         """Return the tensors of the module that makes virtual tokens; none for a method without one."""
         if not self.module.peft_config[adapter].is_prompt_learning:

@@ -1,7 +1,7 @@
 """The model that a config.json of Hugging Face describes, built by transformers' own classes and nothing else.
 
 Code that lies beside the config (``auto_map``) or in a repository is never run, nothing is asked, and nothing is looked
-up in the network: all that counts is in the directory.
+up in the network: only files of the directory are read.
 """
 
 import re
@@ -173,8 +173,5 @@ def _counted_modules() -> Iterator[None]:
         if count > _MOST_MODULES:
             raise PlanError(f"more than {_MOST_MODULES} modules", fix="correct the config: a number in it is too large")
 
-    handle: Any = register_module_module_registration_hook(note)
-    try:
+    with register_module_module_registration_hook(note):
         yield
-    finally:
-        handle.remove()

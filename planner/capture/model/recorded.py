@@ -213,14 +213,10 @@ class _Recorder(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: Any, read: Any, written: Any, given: Any) -> Any:
         if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
             raise CannotRecord("its own generator")
-        fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
-        if not fakes:
+        if not any(isinstance(tensor, FakeTensor) for tensor in given):
             self._catch_up()
-            number = len(self.log.entries)
             state = torch.get_rng_state()
-            result = self._noted(func, read, written, given, func(*args, **kwargs), is_draw=True)
-            self.log.entries[number].state = state
-            return result
+            return self._noted(func, read, written, given, func(*args, **kwargs), is_draw=True, state=state)
         if any(tensor is not own for tensor, own in zip(given, written, strict=False)) or len(given) != len(written):
             raise CannotRecord("a draw that depends on values")
         self._wait_with(len(self.log.entries))
@@ -256,10 +252,10 @@ class _Recorder(TorchDispatchMode):
 
     # ---- the log
 
-    def _noted(self, func: Any, read: Any, written: Any, given: Any, result: Any, *, is_draw: bool = False) -> Any:
+    def _noted(self, func: Any, read: Any, written: Any, given: Any, result: Any, **of_draw: Any) -> Any:
         """Return ``result``, and add an entry if it has memory of its own or the op wrote to a tensor.
 
-        ``read``: positional and keyword arguments, with windows for tensors.
+        ``read``: positional and keyword arguments, with windows for tensors. ``of_draw``: fields of a draw.
         """
         known = {self._window(tensor).storage for tensor in given}
         windows = [self._window(tensor) for tensor in tensors_in(result)]
@@ -267,7 +263,7 @@ class _Recorder(TorchDispatchMode):
         if written or any(window is not None for window in made):
             into = tuple(self._window(tensor) for tensor in written)
             args, kwargs = read
-            self.log.add(Entry(func, args, kwargs, made, into, torch.get_default_dtype(), is_draw))
+            self.log.add(Entry(func, args, kwargs, made, into, torch.get_default_dtype(), **of_draw))
         return result
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from itertools import chain, repeat
 from types import FrameType
 from typing import Any
 
@@ -33,21 +33,6 @@ from planner.capture.python.draws import ASKS
 
 _MOST_VALUES = 1 << 20
 _QUIET = {"__get__", "size", "dim", "is_floating_point", "stride", "numel", "__len__", "get_device", "is_contiguous"}
-
-
-@dataclass
-class ForwardCall:
-    """One call of a forward: its ``steps`` (key of each called function, its line), and the keys of its ``outputs``."""
-
-    steps: list[tuple[str, FrameType | tuple[Any, int] | None]] = field(default_factory=list)
-    outputs: list[str] | None = None
-
-    def first_other(self, earlier: ForwardCall) -> Where:
-        """Return the line of the first step that is not in ``earlier``."""
-        for i, (key, site) in enumerate(self.steps):
-            if i >= len(earlier.steps) or earlier.steps[i][0] != key:
-                return _where(site)
-        return _where(self.steps[-1][1]) if self.steps else Where()
 
 
 def _where(site: Any) -> Where:
@@ -111,13 +96,22 @@ class Keys:
                 self._content[memory] = (_hashed(f"{key}#{i}"), tensor)
 
 
-class Recorder(TorchFunctionMode):
-    """Records one call of a model into ``call`` while it is active."""
+class ForwardCall(TorchFunctionMode):
+    """One call of a forward, recorded while it is active: its ``steps`` (key of each called function, its line), and
+    the keys of its ``outputs``.
+    """
 
     def __init__(self, keys: Keys) -> None:
         super().__init__()
-        self.call, self._keys = ForwardCall(), keys
-        self._dispatch_modes = torch._C._len_torch_dispatch_stack()
+        self.steps: list[tuple[str, FrameType | tuple[Any, int] | None]] = []
+        self.outputs: list[str] | None = None
+        self._keys, self._dispatch_modes = keys, torch._C._len_torch_dispatch_stack()
+
+    def first_other(self, earlier: ForwardCall) -> Where:
+        """Return the line of the first step that is not in ``earlier``."""
+        theirs = chain((key for key, _ in earlier.steps), repeat(None))
+        others = (site for (key, site), known in zip(self.steps, theirs, strict=False) if key != known)
+        return _where(next(others, self.steps[-1][1] if self.steps else None))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -133,13 +127,13 @@ class Recorder(TorchFunctionMode):
             result = self._keys.answered((key, name), lambda: func(*args, **kwargs))
         else:
             result = func(*args, **kwargs)
-        self.call.steps.append((key, users_frame()))
+        self.steps.append((key, users_frame()))
         with torch._C.DisableTorchFunction():
             self._keys.note(key, given, versions, result)
         return result
 
     def end(self, output: Any) -> None:
-        self.call.outputs = [self._keys.of(t) for t in _tensors(output)]
+        self.outputs = [self._keys.of(t) for t in _tensors(output)]
 
 
 def _gives_tensor(func: Any) -> bool:

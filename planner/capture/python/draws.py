@@ -26,7 +26,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -74,16 +74,15 @@ class PythonDraws:
         with _untraced():
             state, self._own_seed = generator.get_state(), generator.initial_seed()
             generator.manual_seed(_SEED)
-        self._is_running = True
+        running = self, "_is_running", True
         try:
-            with python_generators_kept(), installed(*by_identity(owners, replaced)):
+            with python_generators_kept(), installed(*by_identity(owners, replaced), running):
                 yield
         finally:
-            self._is_running = False
             with _untraced():
                 generator.set_state(state)
 
-    def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
+    def check(self, kwargs: Mapping[str, Any] | None) -> None:
         """Check the arguments of a torch function, and whether a method of the generator set the seed."""
         if not self._is_running:
             return

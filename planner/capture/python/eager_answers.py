@@ -82,12 +82,10 @@ class EagerAnswers:
                 replaced[id(original)] = (original, self._answering(original, eager))
                 owners.append(owner)
         hidden = {"isinstance": self._isinstance, "type": self._type()}
-        with installed(*by_identity(owners, replaced), *hiding(self._modules, hidden)):
-            self._is_over = False
-            try:
-                yield
-            finally:
-                self._is_over = True  # for a module that was imported meanwhile, and holds on to an answer
+        # last: a module that is imported meanwhile may hold on to an answer
+        running = self, "_is_over", False
+        with installed(*by_identity(owners, replaced), *hiding(self._modules, hidden), running):
+            yield
 
     def give_in(self, where: Where | str | None) -> bool:
         """After a refusal at ``where``: answer the question that led there truly from now on; False if there is none.

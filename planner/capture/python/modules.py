@@ -51,11 +51,8 @@ def own_modules(model: nn.Module) -> list[ModuleType]:
     """Return modules of the model's classes, and all that are not installed: other installed packages may read a clock
     for themselves, even during a forward, as in a callback of the garbage collector.
     """
-    found = {id(module): module for module in users_modules(model)}
-    for module in foreign_modules():
-        if not _is_installed(getattr(module, "__file__", None) or ""):
-            found[id(module)] = module
-    return list(found.values())
+    others = (m for m in foreign_modules() if not _is_installed(getattr(m, "__file__", None) or ""))
+    return list(dict.fromkeys((*users_modules(model), *others)))
 
 
 @functools.cache  # each capture asks several times for each module that is loaded

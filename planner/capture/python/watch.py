@@ -1,9 +1,8 @@
 """Watches the model's forward while export runs it: its inputs, the state that it leaves, its results.
 
-Around the call of the caller's model, and without hooks that it could count: the first thing before its own hooks and
-the last after them. In between are watched tensors that are none of the model's (planner.capture.model.held_tensors),
-Python's random numbers and clocks (planner.capture.python.draws), and the model's Python state
-(planner.capture.python.state).
+Wraps the call of the caller's model without a hook, which the model could count: begins before its own hooks and ends
+after them. Watches tensors that are not the model's (planner.capture.model.held_tensors), random numbers and clocks
+(planner.capture.python.draws), and the model's Python state (planner.capture.python.state).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from planner.capture.graphs_equal import first_difference, fixed_tensors
 from planner.capture.model.exchange import Exchange, fake, tensors_in
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
-from planner.capture.python.calls import ForwardCall, Keys, Recorder
+from planner.capture.python.calls import ForwardCall, Keys
 from planner.capture.python.draws import FIX as DRAW_FIX
 from planner.capture.python.draws import CertainDraws, PythonDraws
 from planner.capture.python.modules import CachedFunctions, refuse_frozen
@@ -51,11 +50,12 @@ class ForwardWatch:
         self._changes: list[Change] = []
         # tensors that the forward left, made of constants, buffers and frozen parameters, and their values if known
         self._constant: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._keys, self._calls, self._records = Keys(), list[ForwardCall](), True
+        self._keys, self._calls, self._records, self._is_running = Keys(), list[ForwardCall](), True, False
 
     def check(self, args: Iterable[Any], kwargs: Mapping[str, Any] | None) -> None:
-        self._foreign.check(args, kwargs)
-        self._draws.check(args, kwargs)
+        if self._is_running:
+            self._foreign.check(args, kwargs)
+            self._draws.check(kwargs)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class ForwardWatch:
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # export passes a stand-in where modules are shared; a model with a loss of its own calls the model inside
-            if vars(module) is not vars(self._model) or self._foreign.is_running:
+            if vars(module) is not vars(self._model) or self._is_running:
                 return call(module, *args, **kwargs)
             with self._watching():
                 output = self._recorded(lambda: call(module, *args, **kwargs), args, kwargs)
@@ -85,12 +85,10 @@ class ForwardWatch:
         self._cached.forget()
         if self._state is None:
             self._state = PythonState(self._model)
-        self._foreign.is_running = True
         try:
-            with self._draws.watched():
+            with self._draws.watched(), installed((self, "_is_running", True)):
                 yield
         finally:
-            self._foreign.is_running = False
             if not self._changes and len(self._calls) < 2:
                 self._changes = self._state.changes()
                 self._constant = {id(t): (t, value) for t, value in self._constants()}
@@ -99,10 +97,10 @@ class ForwardWatch:
         if not self._records:
             return call()
         self._keys.begin(self._model, args, kwargs)
-        with Recorder(self._keys) as recorder:
+        with ForwardCall(self._keys) as recorded:
             output = call()
-            recorder.end(output)
-        self._calls.append(recorder.call)
+            recorded.end(output)
+        self._calls.append(recorded)
         return output
 
     def call_again(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from passes.errors import PlanError, Where
+from passes.interceptors import installed
 from passes.program.program import Assumption, Condition
 from passes.program.source_lines import is_foreign_frame
 from planner.capture.data_dependence import not_captured
@@ -127,15 +128,13 @@ class Assumptions:
         if key not in taken:  # asked only after another answer
             del self._answers[key]
             return
-        self.flipped = key
         try:
-            trial()
+            with installed((self, "flipped", key)):
+                trial()
         except PlanError as error:
             raised = _raised(error)
             if raised is not None and self._last is not None and self._last.key == key:
                 self._raises[key] = raised
-        finally:
-            self.flipped = None
         if key not in self._raises:
             raise branch_on_data(taken[key][0].where)
 

@@ -30,7 +30,6 @@ from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.features import Features
 from planner.capture.selection.places import (
     COUNT,
-    AllRows,
     Numbers,
     Positions,
     Rows,
@@ -57,28 +56,23 @@ from planner.capture.selection.space import (
 from planner.capture.selection.totals import Totals
 
 
-def with_all_rows(
-    module: fx.GraphModule,
-    nobody: Collection[int],
-    inputs: Sequence[str],
-    constants: Mapping[str, torch.Tensor],
-) -> AllRows:
-    """Return a graph of its own in which no shape depends on data.
+class AllRows:
+    """A graph of its own, of ``module``, in which no shape depends on data; ``env`` maps each old value to its new one.
 
     ``nobody``: of masks that a branch asked about, by number, those with selections that write nothing. ``inputs``: of
-    the batch. ``constants``: by placeholder.
+    the batch. ``constants``: by placeholder. ``asked``: number of each mask that a branch asked about, by key.
+    ``told``: the lines that select rows.
     """
-    rewriter = _Rewriter(nobody, inputs, constants)
-    graph = rewriter.run(module.graph)
-    told, checks = list(dict.fromkeys(rewriter.told)), list(rewriter.features.checks.values())
-    return AllRows(graph, rewriter.asked, told, checks)
 
-
-class _Rewriter:
-    """Owns the new graph; ``env`` maps each old value to its replacement."""
-
-    def __init__(self, nobody: Collection[int], inputs: Sequence[str], constants: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        nobody: Collection[int],
+        inputs: Sequence[str],
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
         self.write, self.keys = Writer(), Keys()
+        self.graph = self.write.graph
         self.features = Features(self.write, inputs, constants)
         self.env: dict[fx.Node, Any] = {}
         self.spaces: dict[sympy.Symbol, Space] = {}
@@ -86,20 +80,19 @@ class _Rewriter:
         self.by_mask: dict[str, Space] = {}
         self.asked: dict[str, int] = {}
         self.nobody = nobody
-        self.told: list[Where] = []
-        self.live: set[fx.Node] = set()
+        self.told: dict[Where, None] = {}
+        self.live = ancestors([module.graph.output_node()])
+        for node in module.graph.nodes:
+            self._rewrite(node)
 
-    def run(self, graph: fx.Graph) -> fx.Graph:
-        self.live = ancestors([graph.output_node()])
-        for node in graph.nodes:
-            self.write.origin = node
-            self.env[node] = made = self._made(node)
-            if isinstance(made, fx.Node) and made is self.write.last:
-                made._rename(node.name)  # its name in the export's signature
-            if "asked" in node.meta and isinstance(self.env[node], fx.Node):
-                self.env[node].meta["asked"] = node.meta["asked"]
-                self.asked[key_of_mask(self.keys, self.env[node])] = node.meta["asked"]
-        return self.write.graph
+    def _rewrite(self, node: fx.Node) -> None:
+        self.write.origin = node
+        self.env[node] = made = self._made(node)
+        if isinstance(made, fx.Node) and made is self.write.last:
+            made._rename(node.name)  # its name in the export's signature
+        if "asked" in node.meta and isinstance(made, fx.Node):
+            made.meta["asked"] = node.meta["asked"]
+            self.asked[key_of_mask(self.keys, made)] = node.meta["asked"]
 
     def _made(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
@@ -163,7 +156,7 @@ class _Rewriter:
         origin = self.write.origin
         assert origin is not None
         if origin in self.live:
-            self.told.append(where_of(origin))
+            self.told[where_of(origin)] = None
 
     def _space(self, mask: fx.Node) -> Space:
         if mask.meta["val"].dtype != torch.bool:

@@ -6,7 +6,7 @@
     →
     where(mask, features[b, rank], x)       rank [b, s] = cumsum(mask) − 1 of each sequence
 
-A microbatch then computes what the batch does. It is so if each sequence has n positions: a host checks each batch.
+A microbatch then computes the same as in its batch if each sequence has n positions, which a host checks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
     features.split(real.view(b, k).sum(1).tolist())          real = (images == 0).sum((1, 2, 3)) != n
 
-No other number than all is that of every batch. If a mask selects all rows of drawn batches, the forward is exported
-again with its value known (passes.program.known_values), and a host checks each batch.
+Only the number of all rows can be the same in every batch. If a mask selects all rows of drawn batches, the forward is
+exported again with its value known (passes.program.known_values), and a host checks each batch.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,23 +18,11 @@ import sympy
 import torch
 from torch import fx
 
-from passes.errors import Where
 from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import LOOKUPS
-from passes.program.program import Assumption
 from planner.capture.data_dependence import calls_in
 from planner.capture.model.exchange import tensors_in
 from planner.capture.selection.space import SINGULAR, Space, endangered, naming_places
-
-
-@dataclass(frozen=True)
-class AllRows:
-    """``asked``: number of each mask that a branch asked about, by key. ``told``: the lines that select rows."""
-
-    graph: fx.Graph
-    asked: dict[str, int]
-    told: list[Where]
-    checks: list[Assumption]
 
 
 @dataclass(frozen=True)

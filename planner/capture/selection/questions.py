@@ -27,6 +27,7 @@ from passes.interceptors import installed
 from passes.program.known_values import known_results
 from passes.program.ops.aten import aten, is_mutable, packet_of
 from passes.program.walks import operands, walk
+from planner.capture.model.exchange import storage_of
 from planner.capture.selection.assumed import Assumptions, Taken, key_of_stack
 from planner.capture.selection.conditions import condition_of, is_read, reads_of
 from planner.capture.selection.full_masks import FullMasks
@@ -204,7 +205,7 @@ def _mask_asked(node: fx.Node, question: sympy.Rel, symbol: sympy.Symbol) -> tup
 def _storage(node: Any) -> int | None:
     """Return the memory that a value shares with its views; None if it is no tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    return storage_of(value) if isinstance(value, Tensor) else None
 
 
 def _selecting(node: fx.Node) -> fx.Node | None:

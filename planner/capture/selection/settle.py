@@ -1,12 +1,12 @@
-"""The export as the planner can take it: all rows, and the same whatever was answered to questions about data.
+"""Rewrite the export for the planner: with all rows, and independent of the answers to questions about data.
 
     pad = ids.eq(1)
     if not pad.any(): pad = None        captured is the branch with the mask, for every batch
 
-That a branch without its mask is the same, where the mask selects nothing, is proved by folding: the mask is all false,
-and so is all that is made of such values alone; 1 − pad is all ones; what adds zeros, multiplies by ones, fills nothing
-or attends with a neutral mask is its operand. Where that does not get through, both graphs run in float64 on three
-drawn batches, forward and backward, with the mask set to false.
+Folding proves that a branch without its mask is equal if the mask selects nothing: the mask is all false, and so are
+values made of such values alone; 1 − pad is all ones; an op that adds zeros, multiplies by ones, fills nothing or
+attends with a neutral mask equals its operand. If folding fails, both graphs run in float64 on three drawn batches,
+forward and backward, with the mask set to false.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,9 +25,9 @@ from planner.capture.data_dependence import calls_in, not_captured
 from planner.capture.eager_trials import CHEAP
 from planner.capture.graphs_equal import InFloat64, drawn, widened
 from planner.capture.model.exchange import tensors_in
-from planner.capture.selection.dense import with_all_rows
+from planner.capture.selection.dense import AllRows
 from planner.capture.selection.features import scatters
-from planner.capture.selection.places import AllRows, is_dynamic
+from planner.capture.selection.places import is_dynamic
 from planner.capture.selection.questions import Questions
 from planner.capture.selection.space import Keys, key_of_mask
 
@@ -61,9 +61,9 @@ def compute_all_rows(
     """
     if not asked.asked and not is_dynamic(module) and not any(map(scatters, calls_in(module))):
         return [], []
-    found, is_branched = with_all_rows(module, (), inputs, constants), False
+    found, is_branched = AllRows(module, (), inputs, constants), False
     for questions, other in others:
-        one, two = (with_all_rows(m, e, inputs, constants) for m, e in ((module, questions.empty), (other, ())))
+        one, two = (AllRows(m, e, inputs, constants) for m, e in ((module, questions.empty), (other, ())))
         if _are_same(one, two, questions.empty):
             continue
         is_branched = True
@@ -75,7 +75,7 @@ def compute_all_rows(
     module.delete_all_unused_submodules()
     module.recompile()
     told = [*((TOLD, where) for where in found.told), *((BRANCHED, where) for where in asked.asked if is_branched)]
-    return told, found.checks
+    return told, [*found.features.checks.values()]
 
 
 def skipped_parameters(
@@ -217,7 +217,7 @@ def _agree(module: fx.GraphModule, other: fx.GraphModule, empty: Collection[int]
     (first, gradients), (second, expected) = (_run(m, empty, values) for m in (module, other))
     pairs = [*zip(first, second, strict=True), *((gradients[name], expected[name]) for name in gradients)]
     both = [[torch.zeros(()) if x is None else x for x in pair] for pair in pairs]
-    return all(bool(((a - b).abs() <= TOLERANCE * (1 + b.abs())).all()) for a, b in both)
+    return all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in both)
 
 
 def _run(

@@ -3,15 +3,15 @@
 torch.where(chosen == e)      mask [t, k], rows of t: at most one of a token's k choices is e, since they are of a topk
 x[kept]                       mask [b, s], rows of b·s
 
-What such an op makes of a row does not depend on which others are there. ``rows`` is where the rows stand in each
-operand that has some; sizes may be symbols, a row's dim is never looked at.
+Such an op computes a row independently of the others. ``rows``: the dim of the rows in operands with some; sizes may
+be symbols, and the size of that dim is never read.
 
 A row that is not selected is computed too, and its result is discarded. If it were inf or NaN on the way, its gradient
 would be 0 · inf. So an op that may be singular reads 1 there, unless its operand is known to be positive:
 
     y / z, log(z), rsqrt(z)   →   … where(selected, z, 1) …         but rsqrt(mean(x²) + eps) stays
 
-Its integers may name no place either, as labels of -100 that a mask leaves out: such an operand is 0 there.
+Its integers may be invalid indices, such as masked labels of -100: such an operand is 0 there.
 
     w[labels], gather(labels), one_hot(labels)   →   … where(selected, labels, 0) …
 """

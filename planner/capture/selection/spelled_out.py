@@ -14,7 +14,6 @@ reduction = mean                                               (losses / target_
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -40,21 +39,59 @@ Refuse = Callable[[str, str], Any]
 
 
 class SpelledOut(TorchFunctionMode):
-    """Replaces such calls while it is active. ``refuse(what, fix)`` raises PlanError at the user's line."""
+    """Replaces such calls while it is active. ``refuse(what, fix)`` raises PlanError at the user's line.
+
+    Owns the selections by masks in this export: the result, its source and its mask.
+    """
 
     def __init__(self, refuse: Refuse) -> None:
         super().__init__()
-        self._selected, self._refuse = Selected(), refuse
+        self._selected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._refuse = refuse
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        spell = partial(spelled_ctc, self._selected, self._refuse) if name == "ctc_loss" else _SPELLED.get(name)
+        spell = self._ctc if name == "ctc_loss" else _SPELLED.get(name)
         is_traced = bool(args) and isinstance(args[0], FakeTensor)
         found = spell(*args, **kwargs) if spell is not None and is_traced else None
         made = func(*args, **kwargs) if found is None else found
         if name in _SELECTS and len(args) == 2 and isinstance(made, FakeTensor):
-            self._selected.note(made, *args)
+            self._note(made, *args)
         return made
+
+    def _note(self, made: Tensor, source: Any, mask: Any) -> None:
+        if isinstance(source, Tensor) and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2:
+            self._selected[id(made)] = made, source, mask
+
+    def _ctc(
+        self,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Tensor | Sequence[int],
+        target_lengths: Tensor | Sequence[int],
+        blank: int = 0,
+        reduction: str | int = "mean",
+        zero_infinity: bool = False,
+    ) -> Tensor | None:
+        """Return None for one sequence without a batch, which is left to PyTorch."""
+        if log_probs.dim() != 3:
+            return None
+        given, lengths = _tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs)
+        rows = targets if targets.dim() == 2 else self._in_rows(targets, lengths)
+        if rows is None:
+            self._refuse("ctc_loss gets the targets of all sequences in one row, with data-dependent ends", FIX)
+        losses = ctc_losses(log_probs, rows, given, lengths, blank, zero_infinity)
+        how = _REDUCTIONS[reduction] if isinstance(reduction, str) else reduction
+        if how == _REDUCTIONS["none"]:
+            return losses
+        return losses.sum() if how == _REDUCTIONS["sum"] else (losses / lengths.clamp(min=1)).mean()
+
+    def _in_rows(self, made: Tensor, lengths: Tensor) -> Tensor | None:
+        """Return the selected of each row before the others; None if ``lengths`` do not count them."""
+        found = self._selected.get(id(made))
+        if found is None or found[1].shape != found[2].shape or not _counts(lengths, found[2]):
+            return None
+        return found[1].gather(1, (~found[2]).long().argsort(dim=1, stable=True))
 
 
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
@@ -108,52 +145,6 @@ _SPELLED: dict[str, Callable[..., Any]] = {
     "masked_select": _masked_select,
     "_assert_async": lambda truth, message="": torch._assert(truth, message) or truth,
 }
-
-
-# ---- ``F.ctc_loss``, which makes a tensor with a data-dependent size, as one loss for each sequence
-
-
-class Selected:
-    """Owns the selections by masks in this export: the result, its source and its mask."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def note(self, made: Tensor, source: Any, mask: Any) -> None:
-        if isinstance(source, Tensor) and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 2:
-            self._of[id(made)] = made, source, mask
-
-    def in_rows(self, made: Tensor, lengths: Tensor) -> Tensor | None:
-        """Return the selected of each row before the others; None if ``lengths`` do not count them."""
-        found = self._of.get(id(made))
-        if found is None or found[1].shape != found[2].shape or not _counts(lengths, found[2]):
-            return None
-        return found[1].gather(1, (~found[2]).long().argsort(dim=1, stable=True))
-
-
-def spelled_ctc(
-    selected: Selected,
-    refuse: Refuse,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: str | int = "mean",
-    zero_infinity: bool = False,
-) -> Tensor | None:
-    """Return None for one sequence without a batch, which is left to PyTorch."""
-    if log_probs.dim() != 3:
-        return None
-    given, lengths = _tensor(input_lengths, log_probs), _tensor(target_lengths, log_probs)
-    rows = targets if targets.dim() == 2 else selected.in_rows(targets, lengths)
-    if rows is None:
-        refuse("ctc_loss gets the targets of all sequences in one row, with data-dependent ends", FIX)
-    losses = ctc_losses(log_probs, rows, given, lengths, blank, zero_infinity)
-    how = _REDUCTIONS[reduction] if isinstance(reduction, str) else reduction
-    if how == _REDUCTIONS["none"]:
-        return losses
-    return losses.sum() if how == _REDUCTIONS["sum"] else (losses / lengths.clamp(min=1)).mean()
 
 
 def _tensor(lengths: Tensor | Sequence[int], like: Tensor) -> Tensor:
