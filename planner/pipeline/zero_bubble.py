@@ -25,14 +25,15 @@ up to 4·pp microbatches; with more, it is slightly longer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from planner.fold import LOOP, Fold, V, rank_of, stages_of
 from planner.pipeline.actions import Action, Order, needs
 
+T = TypeVar("T")
 _TICKS = 1 << 20  # of the longest action; rounding keeps the last digits of costs from deciding an order
 _SHARES = (1.0, 0.5, 0.0)  # of a W that must fit into a wait; the largest first
 
@@ -54,31 +55,18 @@ class StageCosts(NamedTuple):
         return tuple(tuple(round(cost * _TICKS / longest) for cost in costs) for costs in self)
 
 
-class Tried(NamedTuple):
-    """Orders with W, and the ticks that they take."""
-
-    ticks: int
-    orders: tuple[Order, ...]
-
-
 def with_weights(orders: Sequence[Order], few: Sequence[Order], costs: StageCosts, most_held: int) -> tuple[Order, ...]:
     """Return ``orders`` with W inserted. The share is the one with the shortest run of ``few``, the orders of fewer
     microbatches (or ``orders`` itself); of equal runs, the largest share.
     """
-    tried = [put_weights(few, costs, most_held, share) for share in _SHARES]
-    best = min(range(len(tried)), key=lambda at: tried[at].ticks)
-    return tried[best].orders if few is orders else put_weights(orders, costs, most_held, _SHARES[best]).orders
+    tried = {share: _Ranks(few, costs, most_held, share) for share in _SHARES}
+    share = _shortest(tried)
+    return (tried[share] if few is orders else _Ranks(orders, costs, most_held, share)).orders
 
 
-def put_weights(orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> Tried:
-    """Insert W into ``orders``, the forwards and backwards of each rank, which must not deadlock.
-
-    ``most_held`` is at least the peak in flight of ``orders``. ``share``: the part of a W that must fit into a wait.
-    """
-    ranks = _Ranks(orders, costs, most_held, share)
-    ranks.run()
-    assert ranks.at == list(map(len, orders)), "the forwards and backwards wait for each other"
-    return Tried(max(ranks.free), tuple(map(tuple, ranks.done)))
+def _shortest(tried: Mapping[T, _Timeline]) -> T:
+    """Return the key of the shortest run; of equal runs the first."""
+    return min(tried, key=lambda way: max(tried[way].free))
 
 
 class _Timeline:
@@ -98,6 +86,10 @@ class _Timeline:
         self.ends: dict[tuple[str, int, int], int] = {}
         self.looks: list[int | None] = [0] * pp  # None: not before a neighbour starts an action
         self.agenda = [(0, rank) for rank in range(pp)]
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        return tuple(map(tuple, self.done))
 
     def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
         """Return an F or B that can start now, or None; and when the earliest one can, None while unknown."""
@@ -157,12 +149,17 @@ class _Timeline:
 
 
 class _Ranks(_Timeline):
-    """The simulation of given orders of F and B: ``at``, the position of each rank; ``held``, its pairs before W."""
+    """The simulation that inserts W into ``orders``, the forwards and backwards of each rank, which must not deadlock.
+
+    ``most_held``: at least the peak in flight of ``orders``; ``at``, ``held``: position and pairs before W, by rank.
+    """
 
     def __init__(self, orders: Sequence[Order], costs: StageCosts, most_held: int, share: float) -> None:
         super().__init__(costs.ticks, len(orders), share, LOOP)
         self.orders, self.most_held = orders, most_held
         self.at, self.held = [0] * self.pp, [0] * self.pp
+        self.run()
+        assert self.at == list(map(len, orders)), "the forwards and backwards wait for each other"
 
     def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
         """Return the next F or B as in the base class; no F while the rank is at its memory limit."""
@@ -217,10 +214,9 @@ def folded_orders(pp: int, num_microbatches: int, costs: StageCosts) -> tuple[Or
 def _orders(pp: int, num_microbatches: int, costs: tuple[tuple[int, ...], ...]) -> tuple[Order, ...]:
     ways = [_Way(preferences, share) for preferences in _PREFERENCES for share in _FOLDED_SHARES]
     few = min(num_microbatches, 4 * pp)
-    tried = [_FoldedRanks(pp, few, costs, way) for way in ways]
-    best = min(range(len(ways)), key=lambda at: max(tried[at].free))
-    ranks = tried[best] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, ways[best])
-    return tuple(map(tuple, ranks.done))
+    tried = {way: _FoldedRanks(pp, few, costs, way) for way in ways}
+    way = _shortest(tried)
+    return (tried[way] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, way)).orders
 
 
 class _FoldedRanks(_Timeline):

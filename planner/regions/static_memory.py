@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from passes.pieces import Region
+from passes.program.program import BoundaryPlan
 from planner.decisions import Decisions
 from planner.pipeline.message_slots import message_slots, order_by_microbatch, ring_sizes, slots_by_kind
 from planner.pipeline.schedule import Order, SchedulePlan
 from planner.sharding.shards import boundary, crossing, one_way
 from planner.spec.sections import FULL_ITERATION, CudaGraphsSpec
+
+Signature = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def _by_slot(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> lis
 def _by_microbatch(rank: int, order: Order, chunks: Sequence[Sequence[Region]]) -> list[GraphSlots]:
     """Return the rows if each microbatch has its own graphs, and static inputs are shared by signature: their bytes
     are in the row of the chunk that uses them first."""
-    taken = slots_by_kind(order, [list(map(_signature, regions)) for regions in chunks])
+    taken = slots_by_kind(order, [[signature(region.inputs.values()) for region in regions] for regions in chunks])
     first: dict[int, Region] = {}
     for (_, chunk, index), buffer in taken.items():
         first.setdefault(buffer, chunks[chunk][index])
@@ -115,9 +118,9 @@ def _sizes(regions: Iterable[Region]) -> tuple[int, int, int]:
     return inputs, outputs, total - inputs - outputs
 
 
-def _signature(region: Region) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Return the shapes and dtypes that regions must have in common to share one buffer of static inputs."""
-    return tuple((value.shape, value.dtype) for value in region.inputs.values())
+def signature(inputs: Iterable[BoundaryPlan]) -> Signature:
+    """Return the shapes and dtypes that regions must have in common to share static inputs."""
+    return tuple((tuple(value.shape), value.dtype) for value in inputs)
 
 
 # ---- a full iteration

@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.capture.model.exchange import storage_of
 from planner.trace.attention_kernels import KernelsOfGPU
 from planner.trace.handles import Sent, sent
 
@@ -138,7 +139,9 @@ def _seen(
         kept: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            kept.setdefault(_memory(tensor), tensor)  # stays alive meanwhile: memory that is freed may be given again
+            kept.setdefault(
+                storage_of(tensor), tensor
+            )  # stays alive meanwhile: memory that is freed may be given again
             return tensor
 
         args, kwargs = pytree.tree_map_only(Operand, lambda operand: tensors[operand.number], given)
@@ -185,7 +188,7 @@ def _gradients(
         found = torch.autograd.grad(results, leaves, given, allow_unused=True) if results and leaves else ()
     except Exception:  # a user's own backward may raise anything
         return None
-    of_given, of_operands = {_memory(tensor) for tensor in given}, {_memory(tensor) for tensor in operands}
+    of_given, of_operands = {storage_of(tensor) for tensor in given}, {storage_of(tensor) for tensor in operands}
     rest = iter(found)
     return tuple(_gradient(next(rest, None), of_given, of_operands) if x.requires_grad else None for x in given_to)
 
@@ -193,7 +196,7 @@ def _gradients(
 def _gradient(tensor: Tensor | None, of_given: set[int], of_operands: set[int]) -> Gradient | None:
     if tensor is None:
         return None
-    memory = _memory(tensor)
+    memory = storage_of(tensor)
     return Gradient(memory in of_given, tensor.untyped_storage().nbytes(), memory in of_operands)
 
 
@@ -207,16 +210,12 @@ def _empty(like: Like) -> Tensor:
     return tensor.requires_grad_() if like.requires_grad else tensor
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _found(operands: Sequence[Tensor], made: Sequence[Tensor], is_tuple: bool, kept: dict[int, Tensor]) -> Seen:
-    of_operand = {_memory(tensor): number for number, tensor in reversed(list(enumerate(operands)))}
+    of_operand = {storage_of(tensor): number for number, tensor in reversed(list(enumerate(operands)))}
     of_result: dict[int, int] = {}
     results = []
     for number, tensor in enumerate(made):
-        memory = _memory(tensor)
+        memory = storage_of(tensor)
         shares = of_operand.get(memory)
         if shares is None and memory in of_result:
             shares = -1 - of_result[memory]

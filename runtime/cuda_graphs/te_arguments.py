@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.ops.region import RegionCall
-from passes.program.program import BoundaryPlan
 from planner.pipeline.message_slots import slots_by_kind
 from planner.pipeline.schedule import Order, format_order
+from planner.regions.static_memory import Signature, signature
 
 NUM_WARMUP = 3  # Transformer Engine's own warm-up, on its own stream, after the eager steps
-Signature = tuple[tuple[tuple[int, ...], str], ...]
 WHERE = "cuda_graphs.impl"
 _INSTEAD = "use impl: local"
 
@@ -98,11 +97,6 @@ def sample_args_of(
             static[slot] = _static(kind, needed[kind], device)
         samples[sample_index(order, num_layers, chunk, number[chunk, microbatch], layer)] = static[slot]
     return tuple(samples[place] for place in sorted(samples))
-
-
-def signature(values: Sequence[BoundaryPlan]) -> Signature:
-    """Return the shapes and dtypes that must be equal for two regions to share static inputs."""
-    return tuple((tuple(value.shape), value.dtype) for value in values)
 
 
 def _static(kind: Signature, needed: Sequence[bool], device: torch.device) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import has_gradient
-from planner.capture.model.exchange import python_generators_kept, seed_generators
+from planner.capture.model.exchange import python_generators_kept, seed_generators, storage_of
 from planner.capture.model.meta_init import initialisers
 
 _OF_MODULE = ("reset_parameters", "_reset_parameters")
@@ -84,10 +84,10 @@ def _calls_that_write(model: nn.Module) -> list[_Call]:
     with torch.no_grad(), _exchanged(model, lambda p: torch.empty_like(p, device="meta")) as held:
         owners = {id(value): owner for owner, value in held.items()}
         for call in calls:
-            inside = [(p, _memory(p)) for p in model.get_submodule(call.module).parameters() if id(p) in owners]
+            inside = [(p, storage_of(p)) for p in model.get_submodule(call.module).parameters() if id(p) in owners]
             with _Writes() as writes:
                 _ran(call)
-            touched = {owners[id(p)] for p, memory in inside if memory in writes.memories or memory != _memory(p)}
+            touched = {owners[id(p)] for p, memory in inside if memory in writes.memories or memory != storage_of(p)}
             if touched:
                 found.append(_Call(call.module, call.method, call.run, frozenset(touched)))
     return found
@@ -106,12 +106,8 @@ class _Writes(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else given.get(argument.name)
                 written = value if isinstance(value, (list, tuple)) else [value]
-                self.memories.update(_memory(tensor) for tensor in written if isinstance(tensor, Tensor))
+                self.memories.update(storage_of(tensor) for tensor in written if isinstance(tensor, Tensor))
         return func(*args, **given)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _inner_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

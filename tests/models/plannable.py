@@ -141,7 +141,7 @@ MODELS: dict[str, Entry] = {
     "three heads by hand": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3, by_hand=True)] * 2)),
     "three heads, then four": Entry(lambda: Decoder([Sizes(heads=3, key_heads=3), Sizes()] * 2), 4),
     "inner 33": Entry(lambda: Decoder([Sizes(inner=33)] * 2)),
-    "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: x + x.kthvalue(3, -1, keepdim=True).values)),
+    "no rule": Entry(lambda: Decoder([Sizes()] * 2, tail=lambda x: x + torch.linalg.qr(x).Q.sum(-1, keepdim=True))),
     "normed queries": Entry(lambda: Decoder([Sizes(normed=True)] * 2)),
     "balance": Entry(lambda: Decoder([Sizes()] * 2, penalty=balance)),
     "sureness": Entry(lambda: Decoder([Sizes()] * 2, penalty=sureness)),
