@@ -95,16 +95,10 @@ def kinds_by_override(program: Program, blocks: Blocks, overrides: Mapping[str, 
         return blocks
     same, leaders = dict(blocks.representative), {}
     for block, members in zip(blocks.instances, _members(program, blocks), strict=True):
-        styles = tuple(_styles(members, asked))
+        styles = tuple((inner, asked[own]) for inner, own in sorted(members.items()) if own in asked)
         leader = leaders.setdefault((block.kind, styles), members)
         same.update((own, leader[inner]) for inner, own in members.items())
     return replace(blocks, representative=same)
-
-
-def _styles(members: dict[str, str], asked: Mapping[str, Asked]) -> Iterator[tuple[str, Asked]]:
-    for inner, own in sorted(members.items()):
-        if own in asked:
-            yield inner, asked[own]
 
 
 def _members(program: Program, blocks: Blocks) -> list[dict[str, str]]:

@@ -88,7 +88,7 @@ def tables_of(spec: Spec, lowered: Lowered, beside: Beside, cluster: Cluster | N
         memory=memory,
         cost=cost,
         diagnostics=(
-            *cluster_warnings(cluster),
+            *(warning(e.what, str(e.where), e.fix) for e in (cluster.warnings() if cluster is not None else ())),
             *memory_warnings(memory, cluster),
             *schedule_warnings(schedule),
             *weight_gradient_notes(lowered, schedule),
@@ -105,12 +105,6 @@ def tables_of(spec: Spec, lowered: Lowered, beside: Beside, cluster: Cluster | N
         ),
         summary=summary_row(decisions, parameters),
     )
-
-
-def cluster_warnings(cluster: Cluster | None) -> Iterator[Diagnostic]:
-    """Yield a warning for each value of the cluster file that is probably a mistake."""
-    for error in cluster.warnings() if cluster is not None else ():
-        yield warning(error.what, str(error.where), error.fix)
 
 
 def memory_warnings(memory: tuple[MemoryRow, ...], cluster: Cluster | None) -> Iterator[Diagnostic]:

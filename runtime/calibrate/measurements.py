@@ -1,4 +1,4 @@
-"""Measurements: the work and the seconds of each call, while all ranks run it.
+"""Measurements of calls: their work, and their seconds while all ranks run them.
 
 Ranks on one machine share its cores and its memory: they start together, make the same number of calls, and the slowest
 rank counts.
@@ -21,9 +21,9 @@ _MOST_CALLS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call. ``work``: operations, bytes read and written, or bytes of the full tensor of an exchange.
+    """A timed call. ``work``: FLOPs, bytes read and written, or bytes of the full tensor of a collective.
 
-    ``sides``: m, k and n of a product. ``ranks``: size of the group that exchanges.
+    ``sides``: m, k and n of a product. ``ranks``: group size of a collective.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The measured machine. ``cores``: shared by the ranks; 0: one device per rank. ``memory``: bytes per rank.
-    ``load``: the load average before. Of a GPU: ``processors``; ``context``, bytes of the driver; ``slack``,
-    bytes that the allocator reserves beyond tensors, as a fraction of these (None: unknown); ``cudnn``, whether torch
-    prefers cuDNN's attention.
+    ``load``: the load average before. For a GPU: ``processors``; ``context``: bytes of the driver; ``slack``: bytes
+    that the allocator reserves beyond tensors, as a fraction of the tensors (None: unknown); ``cudnn``: torch prefers
+    cuDNN for attention.
     """
 
     device: str

@@ -32,7 +32,7 @@ class _Origin:
 
 
 class RunSaves:
-    """The saves of one run. Owns, on rank 0, the right to write to their directory.
+    """The saves of one run. Rank 0 holds a lock on their directory.
 
     ``extra``: stored in each save, and compared when a run resumes from it. ``position``: returns further data to
     store. A save that fails is reported, and training continues, except at the last save.

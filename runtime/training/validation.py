@@ -113,7 +113,7 @@ def _prompts_of(file: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 class TextMetric:
-    """A metric of continued prompts. Owns the user's function and the prompts."""
+    """The user's metric of continued prompts."""
 
     def __init__(self, job: Job, spec: Spec, decided: Plan) -> None:
         assert job.metric is not None and job.prompts is not None  # noqa: PT018

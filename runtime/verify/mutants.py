@@ -1,7 +1,7 @@
-"""Programs with one exchange removed, which a comparison with one process must detect.
+"""Programs with one collective removed, which a comparison with one process must detect.
 
-Exchanges are numbered over all stages, in the order of each stage's graph. Removing one changes no shape: sums stay
-partial, and shards of other ranks are filled with this rank's own.
+Collectives are numbered over all stages, in the order of each stage's graph. Removing one changes no shape: sums stay
+partial, and shards of other ranks are replaced by this rank's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from planner.lower import lower
 
 
 def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
-    """Return this rank's program without exchange ``number``. Raises PlanError if there are fewer exchanges."""
+    """Return this rank's program without collective ``number``. Raises PlanError if there are fewer."""
     mine, total = None, 0
     for stage, program in _all_stages(plan, rank):
         nodes = exchanges(stage)
@@ -47,7 +47,7 @@ def without_collective(plan: Plan, rank: int, number: int) -> RankProgram:
 
 
 def num_collectives(plan: Plan) -> int:
-    """Return the number of exchanges in the lowered graphs of all stages."""
+    """Return the number of collectives in the lowered graphs of all stages."""
     return sum(len(exchanges(stage)) for stage, _ in _all_stages(plan, 0))
 
 
