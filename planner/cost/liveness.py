@@ -1,8 +1,8 @@
 """The live bytes of one forward and one backward of a stage on a rank, call by call.
 
     forward     a value lives until its last reader, or until the backward if autograd saves it
-    backward    a saved tensor lives until the backward of the last call that saved it; a gradient from the backward of
-                the first reader of its value until that of the call that computed the value
+    backward    a saved tensor lives until the last backward of a call that saved it; a gradient from the first backward
+                of a reader of its value until the backward of the call that computed the value
 
 Backwards run in the order of autograd: later calls first. Received values live until the end of the stage's backward.
 If weight gradients wait for a W, the saved tensors of their products and the gradients of their results live until it.
