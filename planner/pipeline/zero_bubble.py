@@ -61,7 +61,7 @@ def with_weights(orders: Sequence[Order], few: Sequence[Order], costs: StageCost
     """
     tried = {share: _Ranks(few, costs, most_held, share) for share in _SHARES}
     share = _shortest(tried)
-    return (tried[share] if few is orders else _Ranks(orders, costs, most_held, share)).orders
+    return (tried[share] if few is orders else _Ranks(orders, costs, most_held, share)).decided
 
 
 def _shortest(tried: Mapping[T, _Timeline]) -> T:
@@ -88,7 +88,7 @@ class _Timeline:
         self.agenda = [(0, rank) for rank in range(pp)]
 
     @property
-    def orders(self) -> tuple[Order, ...]:
+    def decided(self) -> tuple[Order, ...]:
         return tuple(map(tuple, self.done))
 
     def next(self, rank: int, now: int) -> tuple[Action | None, int | None]:
@@ -216,7 +216,7 @@ def _orders(pp: int, num_microbatches: int, costs: tuple[tuple[int, ...], ...]) 
     few = min(num_microbatches, 4 * pp)
     tried = {way: _FoldedRanks(pp, few, costs, way) for way in ways}
     way = _shortest(tried)
-    return (tried[way] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, way)).orders
+    return (tried[way] if few == num_microbatches else _FoldedRanks(pp, num_microbatches, costs, way)).decided
 
 
 class _FoldedRanks(_Timeline):
