@@ -1,10 +1,11 @@
-"""The batch of a step: checked against the plan before anything is sent, then this rank's share cut into microbatches.
+"""The batch of a step: checked against the plan before any communication, then cut into this rank's microbatches.
 
-dp rank d takes rows [d·G/dp, (d+1)·G/dp) of the global batch; its microbatch m takes the next ``micro`` of them
+    dp rank d           rows [d·G/dp, (d+1)·G/dp) of the global batch
+    its microbatch m    ``micro`` of these rows, from row m·micro
 
-Also checked, on the host: values that the model's forward checks in Python (in the unmodified model such a check raises
-at its line; the captured graph has none of them), and ids and labels by the ranges of the model's lookups.
-On a GPU, an id out of range is a device assert: a late error without the id, after which the process is unusable.
+Two more checks run on the host: the checks that the model's forward makes in Python, which the captured graph does not
+contain; and ids and labels against the ranges of the model's lookups. On a GPU, an id out of range is a device-side
+assert: a late error that does not name the id and leaves the process unusable.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,9 +29,9 @@ from runtime.distributed.meeting import listed
 class BatchLayout:
     """The layout that a batch must have. ``inputs``: name -> (shape of one sequence, dtype).
 
-    ``computed``: the dtype in which a graph reads an input, if precision casts the user's floats. ``ids``: which
-    integers an input may hold. ``assumptions``: checks of the forward that no microbatch may fail. ``lengths``: all of
-    a plan with several, of which this is the greatest. ``forms``: of inputs that a batch has in other forms than rows.
+    ``computed``: input -> dtype in which the graph reads it, if precision casts the user's floats. ``ids``: input ->
+    the integers that it may hold. ``assumptions``: checks of the forward that every microbatch must pass. ``lengths``:
+    all lengths of a plan with several; ``inputs`` have the greatest. ``forms``: forms of inputs that are not rows.
     """
 
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -54,11 +55,14 @@ class BatchLayout:
 
     @property
     def first_microbatch(self) -> int:
-        """The global index of this dp rank's first microbatch."""
+        """Global index of this dp rank's first microbatch."""
         return self.dp_rank * self.num_microbatches
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool = False) -> None:
-        """Raise PlanError unless keys, shapes, dtypes and ids are the plan's. ``local``: one dp rank's rows alone."""
+        """Raise PlanError unless keys, shapes, dtypes and ids match the plan.
+
+        ``batch``: rows of the global batch; with ``local`` the rows of this dp rank alone.
+        """
         if not isinstance(batch, Mapping):
             raise PlanError(
                 f"the batch is a {type(batch).__name__}", where="batch", fix="give a dict of tensors by name"
@@ -88,18 +92,18 @@ class BatchLayout:
         check_assumptions(batch, self.assumptions, self.micro)
 
     def planned(self, batch: Any) -> Any:
-        """The tensors of a batch that the plan reads; of no batch itself, which its check reports."""
+        """Return the tensors of a batch that the plan reads; anything but a dict as is, for ``check`` to report."""
         return {n: x for n, x in batch.items() if n in self.inputs} if isinstance(batch, Mapping) else batch
 
     def in_rows(self, batch: Any) -> Any:
-        """A user's batch with one row of each input for a sequence."""
+        """Return a user's batch with one row of each input per sequence."""
         return in_rows(self.forms, batch, {name: shape for name, (shape, _) in self.inputs.items()})
 
     def _unlike(self, name: str, value: Tensor, size: int, shape: tuple[int, ...], local: bool) -> PlanError:
         form = dict(self.forms).get(name, PLAIN)
         is_in_rows = value.dim() == 1 + len(shape)
-        found = form.shape(len(value), tuple(value.shape[1:])) if is_in_rows else list(value.shape)
-        what = f"batch[{name!r}] has shape {found}, the plan expects {form.shape(size, shape)}"
+        actual = form.shape(len(value), tuple(value.shape[1:])) if is_in_rows else list(value.shape)
+        what = f"batch[{name!r}] has shape {actual}, the plan expects {form.shape(size, shape)}"
         if form.joined:
             what += f": {shape[0]} rows for each of {size} sequences"
         of = "of this dp rank" if local else "of the global batch"
@@ -111,18 +115,18 @@ class BatchLayout:
     def microbatches(
         self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device, *, local: bool = False
     ) -> list[dict[str, Tensor]]:
-        """This dp rank's microbatches of the inputs ``names``, on ``device``."""
+        """Return this dp rank's microbatches of the inputs ``names``, on ``device``."""
         first = 0 if local else self.dp_rank * self.local_size
         return self._cut({name: batch[name][first : first + self.local_size] for name in names}, device)
 
     def all_microbatches(
         self, batch: Mapping[str, Tensor], names: Iterable[str], device: torch.device
     ) -> list[dict[str, Tensor]]:
-        """Every microbatch of the global batch, in the order of their global indices."""
+        """Return all microbatches of the global batch, in the order of their global indices."""
         return self._cut({name: batch[name] for name in names}, device)
 
     def _cut(self, rows: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
-        if not rows:  # a stage that reads only the tensors of other stages
+        if not rows:  # a stage may read only tensors of other stages
             return [{}] * self.num_microbatches
         placed = {name: _placed(value, device, self.computed.get(name, value.dtype)) for name, value in rows.items()}
         pieces = {name: value.split(self.micro) for name, value in placed.items()}
@@ -130,20 +134,20 @@ class BatchLayout:
 
 
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On ``device`` in ``dtype``; to a GPU from pinned memory, so that the host continues during the copy."""
+    """Return the value on ``device`` in ``dtype``. The host does not wait for a copy to a GPU: its memory is pinned."""
     if device.type == "cuda" and value.device.type == "cpu":
         return value.to(dtype).pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype)
 
 
 def num_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Elements of the first integer input; sequences if there is none."""
+    """Return the number of elements of the first integer input, or of sequences if there is none."""
     integers = [t for t in batch.values() if not t.is_floating_point() and t.dtype != torch.bool]
     return integers[0].numel() if integers else len(next(iter(batch.values())))
 
 
 def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumption], micro: int) -> None:
-    """Raise PlanError at the line of the first check that a microbatch fails. A batch on a device is not looked at."""
+    """Raise PlanError at the line of the first check that a microbatch fails. Tensors on a device are not checked."""
     for assumption in assumptions:
         condition = assumption.condition
         if condition is None or any(batch[name].device.type != "cpu" for name, _ in condition.inputs):
@@ -161,7 +165,7 @@ def check_assumptions(batch: Mapping[str, Tensor], assumptions: Iterable[Assumpt
 
 
 def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:
-    """Raise PlanError, naming the first value out of range and its place. A batch on a device is not looked at."""
+    """Raise PlanError that names the first value out of range and its place. Tensors on a device are not checked."""
     if value.device.type != "cpu":
         return
     for ids in ranges:
@@ -179,7 +183,7 @@ def check_ids(name: str, value: Tensor, ranges: Iterable[IdRange]) -> None:
 
 
 def check_value(name: str, value: Tensor, form: Form) -> None:
-    """Raise PlanError unless an input with a value has it in every sequence. A batch on a device is not looked at."""
+    """Raise PlanError if a sequence differs from the input's planned value. Tensors on a device are not checked."""
     if form.value is None or value.device.type != "cpu":
         return
     differs = (value != form.tensor).flatten(1).any(1) if value.dim() > 1 else value != form.tensor
@@ -194,12 +198,12 @@ def check_value(name: str, value: Tensor, form: Form) -> None:
 
 
 def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanError:
-    found = int(part[tuple(place)])
+    value = int(part[tuple(place)])
     shown = [int(place[0]), *(int(i) + start for i, (start, _) in zip(place[1:], ids.part, strict=True))]
     besides = "" if ids.skipped is None else f", and skips {ids.skipped}"
     noun = "labels" if ids.unit == "classes" else "ids"
     return PlanError(
-        f"batch[{name!r}] holds {found} at {shown}; {ids.what} has {ids.unit} 0 to {ids.high - 1}{besides}",
+        f"batch[{name!r}] holds {value} at {shown}; {ids.what} has {ids.unit} 0 to {ids.high - 1}{besides}",
         where="batch",
         fix=f"use {noun} in this range, or a model with more {ids.unit} (its vocabulary is smaller than that of the "
         "data)",
@@ -207,28 +211,31 @@ def _out_of_range(name: str, part: Tensor, place: Tensor, ids: IdRange) -> PlanE
 
 
 class BatchChecks:
-    """Checks of the batches of one rank. The first one is checked on all ranks at once, as a rank with a bad batch must
-    not leave the others waiting in a step; a global batch must then hold the integers of rank 0 everywhere."""
+    """Checks of the batches of one rank.
+
+    The ranks check the first batch together: a rank with a bad batch must not leave the others waiting in a step. A
+    global batch must then hold the same integers on every rank.
+    """
 
     def __init__(self, groups: Groups) -> None:
         self._groups, self._is_first = groups, True
 
     def check(self, layout: BatchLayout, batch: Mapping[str, Tensor], *, local: bool) -> None:
-        """Raises PlanError if the batch is not the plan's; the first time on every rank."""
+        """Raise PlanError if the batch does not match the plan; for the first batch on every rank."""
         groups, is_first, self._is_first = self._groups, self._is_first, False
         if not is_first:
             return check_here(layout, batch, groups.rank, groups.mesh.world_size, local=local)
         with agreed(groups):
             check_here(layout, batch, groups.rank, groups.mesh.world_size, local=local)
         integers = {name: value for name, value in batch.items() if not value.is_floating_point()}
-        told = all_gather_json(groups, "" if local else digest_of(integers), str)
-        if odd := [rank for rank, digest in enumerate(told) if digest != told[0]]:
+        digests = all_gather_json(groups, "" if local else digest_of(integers), str)
+        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             fix = "give every rank the same global batch, or its own rows with train_step(batch, local=True)"
             raise PlanError(f"the first batch of {listed(odd)} differs from that of rank 0", where="batch", fix=fix)
 
 
 def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, world_size: int, *, local: bool) -> None:
-    """This rank's batch; of several ranks an error names the one that was given it."""
+    """Check this rank's batch; with several ranks, an error names the rank."""
     try:
         layout.check(batch, local=local)
     except PlanError as error:
@@ -238,7 +245,7 @@ def check_here(layout: BatchLayout, batch: Mapping[str, Tensor], rank: int, worl
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> str:
-    """Of the bytes of all its tensors."""
+    """Return a hash of the bytes of all tensors."""
     digest = xxhash.xxh3_128()
     for name in sorted(batch):
         digest.update(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

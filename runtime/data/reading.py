@@ -1,7 +1,7 @@
-"""``--data SOURCE`` becomes Tokens: of a token file, or of text, with each file as a document.
+"""``--data SOURCE`` becomes Tokens: from a token file, or from text files, each of which is a document.
 
-Its end may be held out for validation, which training never reads. Before training, ids are checked to fit the model:
-an error names the file and the position.
+The end of the text may be held out for validation. Before training, ids are checked against the model's vocabulary: an
+error names the source and the position of the id.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,29 +20,28 @@ from runtime.data.token_batches import OF_IDS
 from runtime.data.token_file import is_token_file, open_token_file
 from runtime.data.tokens import ROW, WORD, Piece, Tokenization, Tokens, with_end
 
-_SCANNED = 1 << 22  # ids at once
-_COUNTED = 1 << 22  # marks at once
+_SCANNED = 1 << 22  # ids or marks that are read at a time
 
 
 def read_tokens(source: str, tokenizer: str | None = None) -> Tokens:
-    """The tokens of a token file (a map of it), of a text file or directory, or of Python's library for ``stdlib``.
+    """Return the tokens of a token file (memory-mapped), a text file, a directory, or Python's library (``stdlib``).
 
-    ``tokenizer``: a ``tokenizers`` file that tokenizes the text; else its bytes are the tokens. Raises PlanError if
-    there is nothing to read, or if the content is of another kind.
+    ``tokenizer``: a ``tokenizers`` file that tokenizes the text; if None, each byte is a token. Raises PlanError for
+    an empty source, or one that is neither text nor a token file.
     """
     if source != STDLIB and is_token_file(Path(source)):
-        found = open_token_file(Path(source), source)
+        tokens = open_token_file(Path(source), source)
         if tokenizer is not None:
-            what = f"{source} is already a token file, of the tokenizer {found.tokenization.name}"
+            what = f"{source} is already a token file, of the tokenizer {tokens.tokenization.name}"
             raise PlanError(what, where="--tokenizer", fix="remove --tokenizer")
-        return found
+        return tokens
     files = files_of(source)
     encoder: Encoder = ByteEncoder() if tokenizer is None else TokenizerFile(tokenizer)
     return gathered(source, encoder.tokenization, encoder.pieces(parts(files, Split.file)))
 
 
 def gathered(source: str, tokenization: Tokenization, pieces: Iterable[Piece]) -> Tokens:
-    """Tokens in memory, an end token after each document. Raises PlanError if there is none."""
+    """Return tokens in memory, with an end token after each document. Raises PlanError if there are none."""
     ids, marks, ends, words = [], [], [], []
     num_tokens = num_words = 0
     for piece in pieces:
@@ -69,8 +68,8 @@ def check_vocabulary(
 ) -> None:
     """Raise PlanError if an input takes fewer ids than the tokenization has.
 
-    ``ranges``: the ids that the model looks up by an input, from its plan (``decisions.id_ranges``). A text with ids
-    that are known to be small enough is not read: an objective may still ask for any id of the vocabulary.
+    ``ranges``: input -> the ids that the model looks up by it, from the plan (``decisions.id_ranges``). The whole
+    vocabulary counts, since an objective may draw any of its ids; the text is read only to name an id in the error.
     """
     for name, spec in inputs.items():
         if roles[name] not in OF_IDS:
@@ -87,29 +86,29 @@ def _check(tokens: Tokens, high: int, what: str, where: str) -> None:
         return
     place = None if tokens.largest is not None and tokens.largest < high else _first_from(tokens.ids, high)
     if place is None:
-        found = f"the tokenizer {how.name} has ids up to {how.vocabulary_size - 1}"
+        fact = f"the tokenizer {how.name} has ids up to {how.vocabulary_size - 1}"
     else:
-        found = f"{tokens.source} has the id {int(tokens.ids[place])} at position {place}"
+        fact = f"{tokens.source} has the id {int(tokens.ids[place])} at position {place}"
     if how.name == "bytes":
-        found += "; text as bytes has tokens up to 255"
+        fact += "; text as bytes has tokens up to 255"
     fix = f"use a model with a vocabulary of at least {how.vocabulary_size} (and its high), or another tokenizer"
-    raise PlanError(f"{found}, but {what}", where=where, fix=fix)
+    raise PlanError(f"{fact}, but {what}", where=where, fix=fix)
 
 
 def _first_from(ids: np.ndarray, high: int) -> int | None:
-    """The position of the first id that is ``high`` or more."""
+    """Return the position of the first id that is ``high`` or more."""
     for at in range(0, len(ids), _SCANNED):
-        found = ids[at : at + _SCANNED] >= high
-        if found.any():
-            return at + int(found.argmax())
+        is_high = ids[at : at + _SCANNED] >= high
+        if is_high.any():
+            return at + int(is_high.argmax())
     return None
 
 
 def split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens | None]:
-    """The training text, and the last ``share`` of the text: whole documents, at least one; None if share is 0.
+    """Return the training text, and the last ``share`` of the text, held out for validation (None if share is 0).
 
-    The text is split at the nearest end of a document. A text of one document is split inside it. Samples with labels
-    are split between rows. Raises PlanError for one row of them.
+    The text is split at the nearest end of a document; a text of one document is split inside it. Samples with labels
+    are split between rows. Raises PlanError if they come from a single row.
     """
     if not share:
         return tokens, None
@@ -122,7 +121,7 @@ def _cut(tokens: Tokens, wanted: int) -> tuple[Tokens, Tokens]:
     if len(tokens.ends) == 1 and not tokens.is_supervised:
         return _inside(tokens, wanted)
     inner, documents = np.asarray(tokens.ends[:-1]), np.arange(len(tokens.ends) - 1)
-    if tokens.is_supervised:  # a row may be several samples, which hold the same text
+    if tokens.is_supervised:  # samples of one row hold the same text: keep them on one side
         documents = documents[(tokens.marks[inner] & ROW) != 0]
         if not len(documents):
             what = f"{tokens.source} has one row, of which no part can be held out"
@@ -145,10 +144,10 @@ def _part(tokens: Tokens, begin: int, end: int, ends: np.ndarray, words: np.ndar
 
 
 def _inside(tokens: Tokens, place: int) -> tuple[Tokens, Tokens]:
-    """The two parts of a text that is one document."""
+    """Return the two parts of a text that is one document."""
     in_end = sum(
-        int(np.count_nonzero(tokens.marks[at : at + _COUNTED] & WORD))
-        for at in range(place, len(tokens.marks), _COUNTED)
+        int(np.count_nonzero(tokens.marks[at : at + _SCANNED] & WORD))
+        for at in range(place, len(tokens.marks), _SCANNED)
     )
     size, words = len(tokens.ids), int(tokens.words[0]) - in_end
     return (

@@ -1,11 +1,11 @@
-"""``--data FILE.py:FUNCTION``: a stream that the user's code makes, one for each dp rank.
+"""``--data FILE.py:FUNCTION``: a stream from the user's code, one for each dp rank.
 
-    function(rank, size)       of the dp coordinate: an iterator of dicts; ranks of one coordinate get the same
-    {"ids": [17, 4, 98]}       a sample, with optional labels (-100: none) or supervised (flags of ids), packed here
+    function(rank, size)       returns an iterator of dicts for a dp coordinate; its ranks must get the same items
+    {"ids": [17, 4, 98]}       a sample, with optional labels (-100: none) or supervised (one flag per id), packed here
     {"input_ids": tensor, …}   tensors by input name: the rows of this rank in one step
-    position                   items taken, ``state_dict()`` if there is one, and the tokens that wait for the next step
+    position                   number of items taken, ``state_dict()`` if defined, and tokens not yet used by a step
 
-Samples go first fit into the sequences of a step, which ends at the first one that fits nowhere.
+Samples are packed first fit into the sequences of a step; the first sample that fits nowhere begins the next step.
 """
 
 import json
@@ -30,11 +30,11 @@ from runtime.distributed.groups import Groups
 
 Sample = tuple[np.ndarray, np.ndarray]  # ids (int64) and whether each is a label (bool): [tokens]
 _FIX = "correct the function of --data"
-_KEPT = 8  # positions; more than steps are made ahead
+_KEPT = 8  # positions; more than the number of batches made ahead
 
 
 class StreamEnd(Exception):
-    """No whole step is left."""
+    """The stream has no whole step left."""
 
 
 def is_stream(source: str) -> bool:
@@ -42,20 +42,21 @@ def is_stream(source: str) -> bool:
 
 
 def stream_function(source: str) -> Callable[[int, int], Any]:
-    """Raises PlanError if there is no such function."""
+    """Return the function that ``source`` names. Raises PlanError if there is none with two parameters."""
     return NamedCode(source, "--data").function(2)[0]
 
 
 class Stream:
-    """The rows of one dp rank, one step after another. Owns the iterator, and the positions behind the last steps, as
-    steps are made ahead. ``keeps``: positions are asked for.
+    """The rows of one dp rank, step by step. Owns the iterator, and the positions after the last steps.
+
+    ``keeps``: keep a position per step for saves: batches are made ahead of the step that is saved.
     """
 
     def __init__(self, source: str, spec: Spec, layout: BatchLayout, *, keeps: bool) -> None:
         self.source, self.is_local, self.told = source, layout.dp > 1, ""
         self._spec, self._layout, self._keeps = spec, layout, keeps
         self._inputs, self._function = spec.longest.require_inputs(), stream_function(source)
-        self._made: Any = None
+        self._iterable: Any = None
         self._items: Iterator[Any] | None = None
         self._taken, self._is_whole, self._state = 0, False, None
         self._waiting: list[Sample] = []
@@ -64,7 +65,7 @@ class Stream:
         self._positions: dict[int, dict[str, Any]] = {}
 
     def go_on(self, saved: Any) -> None:
-        """Begin behind the position of a save. Raises PlanError for one of another dp size, if it holds states."""
+        """Continue after the position of a save. Raises PlanError if it holds states of another number of dp ranks."""
         if not isinstance(saved, Mapping):
             return
         size, positions = self._layout.dp, saved["positions"]
@@ -86,21 +87,21 @@ class Stream:
         self._first = self._position()
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The rows of the next step. Raises StreamEnd if there are none, PlanError for an error of the stream."""
+        """Return the rows of the next step. Raises StreamEnd at the end, PlanError for an error of the stream."""
         if self._items is None:
             self._items = self._opened()
-        found = self._next_batch()
+        batch = self._next_batch()
         if not self._layout.lengths:
-            self._layout.check(self._layout.in_rows(found), local=self.is_local)
+            self._layout.check(self._layout.in_rows(batch), local=self.is_local)
         if self._keeps:
             self._positions[step + 1] = self._position()
             self._positions.pop(step + 1 - _KEPT, None)
-        return found
+        return batch
 
     def agreed(self, groups: Groups, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor] | None:
-        """The batch that ``make`` gives here; None if some rank has no more. The same call on every rank.
+        """Return the batch that ``make`` returns, or None if some rank has no more. Collective: call it on every rank.
 
-        Raises PlanError on all of them for an error on any, and for ranks of one coordinate with other batches.
+        Raises PlanError on all ranks for an error on any, and if ranks of one dp coordinate have different batches.
         """
         batch, error, digest = None, None, ""
         try:
@@ -108,32 +109,32 @@ class Stream:
             digest = digest_of(batch)
         except StreamEnd:
             pass
-        except PlanError as found:
-            error = found
+        except PlanError as refusal:
+            error = refusal
         agree(groups, error)
         first: dict[int, tuple[int, str]] = {}
-        every = all_gather_json(groups, [self._layout.dp_rank, digest])
-        for rank, (coordinate, told) in enumerate(every):
-            other, expected = first.setdefault(coordinate, (rank, told))
-            if told != expected:
+        digests = all_gather_json(groups, [self._layout.dp_rank, digest])
+        for rank, (coordinate, of_rank) in enumerate(digests):
+            other, expected = first.setdefault(coordinate, (rank, of_rank))
+            if of_rank != expected:
                 what = f"ranks {other} and {rank} are of dp rank {coordinate}, but {self.source} gave them other items"
                 fix = "make the items depend on rank and size alone: seed random numbers"
                 raise PlanError(what, where="--data", fix=fix)
-        return batch if all(told for _, told in every) else None
+        return batch if all(of_rank for _, of_rank in digests) else None
 
     def saved(self, groups: Groups, step: int) -> dict[str, Any]:
-        """The positions of all dp ranks behind a step. The same call on every rank."""
+        """Return the positions of all dp ranks after a step. Collective: call it on every rank."""
         own = self._positions.get(step, self._first)
-        found = dict(all_gather_json(groups, [self._layout.dp_rank, own]))
-        return {"positions": [found[rank] for rank in sorted(found)]}
+        by_rank = dict(all_gather_json(groups, [self._layout.dp_rank, own]))
+        return {"positions": [by_rank[rank] for rank in sorted(by_rank)]}
 
     def _opened(self) -> Iterator[Any]:
         state, taken, self._state, self._taken = self._state, self._taken, None, 0
         with self._users_code():
-            self._made = self._function(self._layout.dp_rank, self._layout.dp)
+            self._iterable = self._function(self._layout.dp_rank, self._layout.dp)
             if state is not None:
-                self._made.load_state_dict(state)
-            items = iter(self._made)
+                self._iterable.load_state_dict(state)
+            items = iter(self._iterable)
         if state is not None:
             self._taken = taken
         while self._taken < taken:
@@ -142,19 +143,19 @@ class Stream:
 
     def _next(self, items: Iterator[Any]) -> Mapping[str, Any]:
         with self._users_code():
-            found = next(items, StreamEnd)
-        if found is StreamEnd:
+            item = next(items, StreamEnd)
+        if item is StreamEnd:
             raise StreamEnd
         self._taken += 1
-        if not isinstance(found, Mapping):
-            raise self._bad(f"is a {type(found).__name__}, not a dict")
-        return found
+        if not isinstance(item, Mapping):
+            raise self._bad(f"is a {type(item).__name__}, not a dict")
+        return item
 
     def _next_batch(self) -> dict[str, Tensor]:
         assert self._items is not None
         if not self._waiting:
             item = self._next(self._items)
-            # a model may name its inputs as samples do: of {"ids", "labels"}, one row is a sample
+            # inputs may have the names of a sample's keys: one-dimensional "ids" are a sample, not a batch
             ids = item.get("ids")
             is_sample = ids is not None and not (isinstance(ids, Tensor) and ids.dim() > 1)
             self._is_whole = item.keys() == self._inputs.keys() and not is_sample
@@ -176,14 +177,14 @@ class Stream:
         return stacked([padded(ids, length, 0, is_label) for ((ids, is_label),) in rows], roles, self._inputs)
 
     def _rows(self, items: Iterator[Any], length: int, most: int) -> list[list[Sample]]:
-        """The samples of each sequence. Raises StreamEnd if there are too few for all of them."""
+        """Return the samples of each sequence of a step. Raises StreamEnd if a sequence would be empty."""
         rows: list[list[Sample]] = [[] for _ in range(self._layout.local_size)]
         room = [length] * len(rows)
         try:
             while True:
                 while not self._waiting:
                     self._waiting = self._samples(self._next(items))
-                size = min(length, len(self._waiting[0][0]))  # a window has the token behind it
+                size = min(length, len(self._waiting[0][0]))  # a window also holds the next token
                 fitting = (n for n, left in enumerate(room) if left >= size and len(rows[n]) < most)
                 if (place := next(fitting, None)) is None:
                     return rows
@@ -195,7 +196,10 @@ class Stream:
             raise
 
     def _samples(self, item: Mapping[str, Any]) -> list[Sample]:
-        """Of an item with ids: none, one, or the pieces of one that is longer than a sequence. Raises PlanError."""
+        """Return the samples of an item with ids: none, one, or several if it is longer than a sequence.
+
+        Raises PlanError for an item or a ``data`` section that samples cannot be made of.
+        """
         data, roles = self._spec.data, roles_of(self._inputs, self._spec.data.inputs)
         length, tokens = length_of(self._inputs, roles), self._tokens(item)
         if data.objective != "next_token" or (tokens.is_supervised and data.packing is True):
@@ -210,8 +214,8 @@ class Stream:
             self._left = self._left[len(stops) * length :]
             return [(window, np.ones(len(window), bool)) for window in windows]
         is_apart = not data.packing and not tokens.is_supervised and data.overlong == "cut"
-        found = windows_of(tokens, length) if is_apart else pieces_of(tokens, length, data.overlong)
-        return [found.of(number) for number in range(len(found))]
+        pieces = windows_of(tokens, length) if is_apart else pieces_of(tokens, length, data.overlong)
+        return [pieces.of(number) for number in range(len(pieces))]
 
     def _tokens(self, item: Mapping[str, Any]) -> Tokens:
         if "ids" not in item or item.keys() - {"ids", "labels", "supervised"}:
@@ -219,9 +223,9 @@ class Stream:
             raise self._bad(f"{what}, neither ids with labels or supervised, nor {', '.join(self._inputs)}")
         ids = self._numbers(item, "ids")
         name = next((name for name in ("labels", "supervised") if name in item), "ids")
-        given = self._numbers(item, name)
-        is_label = given != 0 if name == "supervised" else given != NOTHING
-        if len(given) != len(ids) or (name == "labels" and (given[is_label] != ids[is_label]).any()):
+        labels = self._numbers(item, name)
+        is_label = labels != 0 if name == "supervised" else labels != NOTHING
+        if len(labels) != len(ids) or (name == "labels" and (labels[is_label] != ids[is_label]).any()):
             raise self._bad(f"has {name} that are not those of its ids")
         if name != "ids" and not is_label[1:].any():
             raise self._bad("has no label behind its first token")
@@ -231,19 +235,19 @@ class Stream:
 
     def _numbers(self, item: Mapping[str, Any], name: str) -> np.ndarray:
         try:
-            found = np.asarray(item[name])
+            values = np.asarray(item[name])
         except Exception as error:
             raise self._bad(f"has {name} that are no numbers: {first_line(error)}") from None
-        if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
-            raise self._bad(f"has {name} of the shape {list(found.shape)} and {found.dtype}, not integers in a row")
-        return found.astype(np.int64)
+        if values.ndim != 1 or values.dtype.kind not in "iub" or not len(values):
+            raise self._bad(f"has {name} of the shape {list(values.shape)} and {values.dtype}, not integers in a row")
+        return values.astype(np.int64)
 
     def _position(self) -> dict[str, Any]:
-        """Raises PlanError for a state that JSON does not hold."""
+        """Return the current position as JSON values. Raises PlanError for a ``state_dict()`` that JSON cannot hold."""
         waiting = [(ids.tolist(), is_label.astype(int).tolist()) for ids, is_label in self._waiting]
-        has_state = hasattr(self._made, "state_dict")
+        has_state = hasattr(self._iterable, "state_dict")
         with self._users_code():
-            state = json.loads(json.dumps(self._made.state_dict())) if has_state else None
+            state = json.loads(json.dumps(self._iterable.state_dict())) if has_state else None
         left = self._left.tolist()
         return {"taken": self._taken, "is_whole": self._is_whole, "state": state, "waiting": waiting, "left": left}
 

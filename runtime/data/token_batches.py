@@ -1,24 +1,24 @@
-"""The global batch of any step: which samples of an objective it holds, and under which names.
+"""The global batch of any step: the samples of an objective that it holds, under the names of the model's inputs.
 
     sample k = step · global + row;  epoch k // n, place k % n;  index = permutation of (seed, epoch) at that place
 
-The permutation is computed, not stored: any place of it at once, whatever n. It is a Feistel network over the next even
-number of bits, keyed by integers: each round is invertible, so the composition is a bijection of 0..2^b-1. Values
-outside 0..n-1 are permuted again until they are inside (cycle walking; on average less than four times), which leaves a
-bijection of 0..n-1. (Black and Rogaway, "Ciphers with arbitrary finite domains".)
+The permutation is computed place by place, not stored. It is a Feistel network over the next even number of bits, keyed
+by integers: each round is invertible, so the composition is a bijection of 0..2^b-1. Values outside 0..n-1 are permuted
+again until they are inside (cycle walking; on average less than four times), which leaves a bijection of 0..n-1. (Black
+and Rogaway, "Ciphers with arbitrary finite domains".)
 
-The name of an input says its role, or the spec's ``data.inputs``:
+The role of an input follows from its name, or from the spec's ``data.inputs``:
 
 input_ids, tokens, idx, x                      the window [length]
-labels                                         the same window (models that shift it inside)
-targets, y                                     the window one token later (models that do not)
+labels                                         the same window (for models that shift labels)
+targets, y                                     the window one token later (for models that do not)
 attention_mask                                 1, and 0 on padding
-token_type_ids, segment_ids                    which of two texts
+token_type_ids, segment_ids                    0 in the first text, 1 in the second
 position_ids                                   0 to length - 1; with packing: documents, from 0 in each
-document_ids, doc_ids                          the number of each token's document in the sequence
-document_mask [1, length, length]              which tokens a token reads: those of its document up to itself
-cu_seqlens [n]                                 0, then the end of each document in the sequence, then its length
-next_sentence_label, sentence_order_label      whether two texts are in their order: one integer a sequence
+document_ids, doc_ids                          index of each token's document in the sequence
+document_mask [1, length, length]              True if a token may attend to another: same document, not later
+cu_seqlens [n]                                 0, then the end of each document in the sequence, then the length
+next_sentence_label, sentence_order_label      [] 1 if the two texts are swapped, else 0
 """
 
 import queue
@@ -43,9 +43,9 @@ from runtime.data.tokens import Tokens
 OBJECTIVES: dict[str, Make] = {"next_token": next_token, "masked": masked}
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_AHEAD = 2  # batches that wait
-SHAPES = {"sentence_order": "[]", "document_mask": "[1, length, length]", "cu_seqlens": "[n]"}  # of others [length]
-OF_IDS = ("tokens", "next_tokens", "labels")  # hold ids of the vocabulary
+_AHEAD = 2  # batches that the thread makes ahead
+SHAPES = {"sentence_order": "[]", "document_mask": "[1, length, length]", "cu_seqlens": "[n]"}  # other roles: [length]
+OF_IDS = ("tokens", "next_tokens", "labels")  # roles that hold ids of the vocabulary
 
 
 class Batches(Protocol):
@@ -62,10 +62,11 @@ class BatchesByRows(Protocol):
 
 
 class OwnRows:
-    """Of each global batch the rows of one dp rank alone; ``is_local``: whether these are less than all. The others are
-    neither read nor made here.
+    """The rows of one dp rank of each global batch; other rows are not made.
 
-    dp rank d     rows [d·G/dp, (d+1)·G/dp), which ``train_step(batch, local=True)`` takes
+    dp rank d     rows [d·G/dp, (d+1)·G/dp), for ``train_step(batch, local=True)``
+
+    ``is_local``: whether these are fewer than all rows.
     """
 
     def __init__(self, batches: BatchesByRows, layout: BatchLayout) -> None:
@@ -73,7 +74,7 @@ class OwnRows:
         self._ranks, self._rank = layout.dp, layout.dp_rank
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """This rank's rows of a step."""
+        """Return this rank's rows of a step."""
         if not self.is_local:
             return self.batches.batch(step)
         size = self.batches.size_of(step) // self._ranks
@@ -81,7 +82,7 @@ class OwnRows:
 
 
 class OfSamples(ABC):
-    """Batches of one size, of samples that come in the order of an epoch."""
+    """Batches of one size, made of numbered samples."""
 
     global_size: int
 
@@ -91,16 +92,16 @@ class OfSamples(ABC):
 
     @property
     def num_batches(self) -> int:
-        """Of an epoch; one at least."""
+        """Number of batches in an epoch, at least 1."""
         return max(1, self.num_samples // self.global_size)
 
     def size_of(self, step: int) -> int:
-        """Sequences of a step."""
+        """Return the number of sequences in a step."""
         return self.global_size
 
 
 class TokenBatches(OfSamples):
-    """Batches of an objective's samples. ``roles``: input -> the role that feeds it."""
+    """Batches of an objective's samples. ``roles``: input -> the role that feeds it. ``size``: of the global batch."""
 
     def __init__(
         self, objective: Objective, inputs: Mapping[str, InputSpec], roles: Mapping[str, str], size: int, seed: int
@@ -114,39 +115,34 @@ class TokenBatches(OfSamples):
         return self.objective.num_samples
 
     def indices(self, step: int, rows: slice | None = None) -> list[tuple[int, int]]:
-        """(epoch, index) of each row of the step's global batch, or of some of its rows."""
+        """Return (epoch, index) of each row of a step's global batch, or of some of its rows."""
         return self._indices([step * self.global_size + row for row in range(self.global_size)[rows or slice(None)]])
 
     def batch(self, step: int, rows: slice | None = None) -> dict[str, Tensor]:
-        """The global batch of a step, or some of its rows: each input as [rows, *shape]."""
+        """Return the global batch of a step, or some of its rows: each input as [rows, *shape]."""
         return self.stacked([self.objective.sample(index, epoch) for epoch, index in self.indices(step, rows)])
 
     def samples(self, numbers: Sequence[int]) -> list[Mapping[str, np.ndarray]]:
-        """Those with these numbers in the order of training."""
+        """Return the samples with these numbers in the order of training."""
         return [self.objective.sample(index, epoch) for epoch, index in self._indices(numbers)]
 
     def stacked(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
-        """Each input as [samples, *shape]."""
+        """Return each input as [samples, *shape]."""
         return stacked(samples, self.roles, self._inputs)
 
     def _indices(self, places: Sequence[int]) -> list[tuple[int, int]]:
         num_samples = self.objective.num_samples
-        epochs = [place // num_samples for place in places]
-        found = {
-            epoch: iter(
-                Permutation(num_samples, (self.seed, epoch))(
-                    np.array([p % num_samples for p, e in zip(places, epochs, strict=True) if e == epoch], np.int64)
-                ).tolist()
-            )
-            for epoch in dict.fromkeys(epochs)
-        }
-        return [(epoch, next(found[epoch])) for epoch in epochs]
+        epochs, inside = np.divmod(np.asarray(places, np.int64), num_samples)
+        indices = np.empty_like(inside)
+        for epoch in np.unique(epochs).tolist():
+            indices[epochs == epoch] = Permutation(num_samples, (self.seed, epoch))(inside[epochs == epoch])
+        return list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
 
 def stacked(
     samples: Sequence[Mapping[str, np.ndarray]], roles: Mapping[str, str], inputs: Mapping[str, InputSpec]
 ) -> dict[str, Tensor]:
-    """Each input as [samples, *shape]. Raises PlanError for an input that samples have nothing for."""
+    """Return each input as [samples, *shape]. Raises PlanError for an input whose role the samples lack."""
     for name, role in roles.items():
         if role not in samples[0]:
             what = f"the input {name!r} is fed by {role}, which this objective does not provide"
@@ -161,9 +157,9 @@ def stacked(
 def make_objective(
     tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles = NO_ROLES, within: Within = ALL
 ) -> Objective:
-    """The objective that the section asks for. Raises PlanError if the tokens do not serve it.
+    """Return the objective ``data.objective``. Raises PlanError if the tokens have no sample for it.
 
-    ``roles``: those that the model reads. ``within``: sizes of the documents to take.
+    ``roles``: the roles that the model reads -> shapes. ``within``: sizes of the documents to take.
     """
     if tokens.is_supervised and data.objective != "next_token":
         what = f"{tokens.source} has samples with labels, and objective: {data.objective} chooses its own"
@@ -172,8 +168,10 @@ def make_objective(
 
 
 def token_batches(tokens: Tokens, spec: Spec, within: Within = ALL) -> TokenBatches:
-    """Batches of ``tokens`` as the spec's ``inputs``, ``data`` and ``seed`` say, of documents with a size ``within``.
-    Raises PlanError if they cannot."""
+    """Return batches of ``tokens`` by the spec's ``inputs``, ``data`` and ``seed``.
+
+    ``within``: sizes of the documents to take. Raises PlanError if the tokens cannot feed the inputs.
+    """
     inputs = spec.require_inputs()
     with spec.locating():
         roles = roles_of(inputs, spec.data.inputs)
@@ -184,7 +182,7 @@ def token_batches(tokens: Tokens, spec: Spec, within: Within = ALL) -> TokenBatc
 
 
 class Permutation:
-    """Of ``size`` places, by ``key`` (integers that are not negative). Owns the keys of its rounds."""
+    """A permutation of 0 … size - 1 by ``key`` (non-negative integers). Owns the keys of its rounds."""
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
         self.size = size
@@ -193,11 +191,11 @@ class Permutation:
         self._keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: np.ndarray) -> np.ndarray:
-        """The permuted indices at ``places`` (int64 [k], each below ``size``): int64 [k]."""
-        found = self._network(places.astype(np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._network(found[outside])
-        return found.astype(np.int64)
+        """Return the permuted indices, int64 [k], at ``places`` (int64 [k], each below ``size``)."""
+        permuted = self._network(places.astype(np.uint64))
+        while (outside := permuted >= self.size).any():
+            permuted[outside] = self._network(permuted[outside])
+        return permuted.astype(np.int64)
 
     def _network(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self._half, values & self._mask
@@ -207,22 +205,22 @@ class Permutation:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on every bit of a value (the finalizer of SplitMix64)."""
+    """Return hashed values, each bit of which depends on every bit of a value (the finalizer of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
     return values ^ (values >> np.uint64(31))
 
 
 class Prefetched:
-    """The batches of ``batches`` from step ``first`` to before ``stop``, in their order; any other is made on request.
+    """Batches that a thread makes ahead, for steps ``first`` to ``stop`` - 1 in order; any other is made on request.
 
-    Owns the thread, from ``with`` on. The request for a batch raises the thread's error.
+    Owns the thread, which ``with`` starts. ``batch`` raises the error of the thread.
     """
 
     def __init__(self, batches: Batches, first: int, stop: int) -> None:
         self.batches, self._steps = batches, range(first, stop)
-        # neither of the two makes the asker wait for the interpreter, as queue.Queue does: a batch takes less than that
-        self._made: queue.SimpleQueue[dict[str, Tensor] | BaseException] = queue.SimpleQueue()
+        # unlike queue.Queue, these two never make the caller wait for the GIL, which takes longer than making a batch
+        self._ready: queue.SimpleQueue[dict[str, Tensor] | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(_AHEAD)
         self._is_closed = False
         self._next = first
@@ -238,15 +236,15 @@ class Prefetched:
         self._thread.join()
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """The global batch of a step."""
+        """Return the global batch of a step."""
         if step != self._next or step not in self._steps or not self._thread.ident:
             return self.batches.batch(step)
-        made = self._made.get()
-        if isinstance(made, BaseException):
-            raise made
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
         self._next = step + 1
         self._room.release()
-        return made
+        return batch
 
     def _make(self) -> None:
         for step in self._steps:
@@ -254,31 +252,34 @@ class Prefetched:
             if self._is_closed:
                 return
             try:
-                self._made.put(self.batches.batch(step))
-            except BaseException as error:  # raised by the request for the batch
-                self._made.put(error)
+                self._ready.put(self.batches.batch(step))
+            except BaseException as error:  # `batch` raises it
+                self._ready.put(error)
                 return
 
 
-def roles_of(inputs: Collection[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Input -> role. ``given``: the spec's ``data.inputs``. Raises PlanError for an input without a known role."""
-    for name in given:
+def roles_of(inputs: Collection[str], overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return input -> role. ``overrides``: the spec's ``data.inputs``. Raises PlanError for an unknown role."""
+    for name in overrides:
         if name not in inputs:
             what = f"data.inputs has {name!r}, which is not an input"
             raise PlanError(what, where=f"data.inputs.{name}", fix=f"name one of: {', '.join(inputs)}")
     for name in inputs:
-        if name not in given and name not in NAMES:
+        if name not in overrides and name not in NAMES:
             raise PlanError(
                 f"a text cannot feed the input {name!r}: its role is unknown",
                 where=f"inputs.{name}",
                 fix=f"set it with data: {{inputs: {{{name}: ROLE}}}}, ROLE one of {', '.join(ROLES)}; or call "
                 "runtime.Engine with batches of your own",
             )
-    return {name: given.get(name) or NAMES[name] for name in inputs}
+    return {name: overrides.get(name) or NAMES[name] for name in inputs}
 
 
 def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str], *, is_paired: bool = False) -> int:
-    """Tokens of one sequence. Raises PlanError if inputs differ in it, or have not this one dim, or two of a pair."""
+    """Return the number of tokens of one sequence.
+
+    Raises PlanError for an input of another shape than its role has ([2, length] for pairs), or of another length.
+    """
     lengths: dict[str, int] = {}
     for name, spec in inputs.items():
         shape = "[2, length]" if is_paired else SHAPES.get(roles[name], "[length]")
@@ -291,7 +292,8 @@ def length_of(inputs: Mapping[str, InputSpec], roles: Mapping[str, str], *, is_p
         if wanted and roles[name] != "cu_seqlens":
             lengths[name] = spec.sizes[-1]
     if len(set(lengths.values())) != 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no input is a sequence"
-        what = f"sequences of a text have one length, but the inputs differ: {told}" if lengths else told
+        each = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        what = f"sequences of a text have one length, but the inputs differ: {each}"
+        what = what if lengths else "no input is a sequence"
         raise PlanError(what, where="inputs", fix="give all of them the same length")
     return next(iter(lengths.values()))

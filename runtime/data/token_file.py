@@ -1,10 +1,10 @@
-"""A token file: one file that is read as a map, so that a text may be far larger than memory.
+"""The token file format: read by memory mapping, so that a text may be far larger than memory.
 
     0      magic [8] · version u32 · bytes of the header u32 · xxh3 of the header u64 · header (JSON)
-    4096   ids · marks u8 · ends i64 · words i64        little endian, each at a multiple of 64
+    4096   ids · marks u8 · ends i64 · words i64        little endian, each aligned to 64 bytes
            · files u8                                   version 2: samples with labels, and the tokenizer's files
 
-The size of the file follows from the header: a truncated or extended file is rejected at once.
+The header determines the size of the file: a truncated or extended file is rejected when it is opened.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from planner.files.text import MIB, cannot_read, opened, parse_json, shorten
 from runtime.data.tokens import PAIRS, Tokenization, Tokens
 
 MAGIC = b"\x93MWTOKEN"
-VERSION = 2  # of samples with labels; files of texts are of version 1
+VERSION = 2  # samples with labels; texts are written as version 1
 BEGIN, _ALIGNED = 4096, 64
 _PRELUDE = struct.Struct("<8sIIQ")
 MOST_HEADER_BYTES = BEGIN - _PRELUDE.size
 _FIX = "write it again with `meshwright prepare TEXT -o FILE`"
-_SCANNED = 4 * MIB  # elements at once
+_SCANNED = 4 * MIB  # elements that are read at a time
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=1 << 48)]
 _Id = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
@@ -38,9 +38,9 @@ _Name = Annotated[str, Field(pattern=r"^(additional_chat_templates/)?[A-Za-z0-9_
 
 
 class Header(BaseModel):
-    """``bytes``: of the text. ``largest``: of the ids. ``content``: of each section, the xxh3 of its bytes.
+    """The header. ``bytes``: size of the text. ``largest``: largest id. ``content``: section -> xxh3_128 of its bytes.
 
-    ``supervised``, ``files`` (name -> bytes) and ``made`` (options that shaped the samples) are of version 2.
+    Version 2 adds ``supervised``, ``files`` (name -> bytes) and ``made`` (the options that shaped the samples).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,11 +69,11 @@ class Header(BaseModel):
 
     @property
     def text(self) -> str:
-        """As JSON; that of version 1 has not the newer fields."""
+        """The header as JSON; version 1 omits the newer fields."""
         return self.model_dump_json(exclude=None if self.supervised else {"supervised", "files", "made"})
 
     def sections(self) -> Iterator[tuple[str, np.dtype, int, int]]:
-        """Of each: name, dtype, number of elements, and the byte at which it begins."""
+        """Yield name, dtype, number of elements and first byte of each section."""
         place = BEGIN
         kinds = {"ids": self.dtype, "marks": "uint8", "ends": "int64", "words": "int64"}
         counts = {"ids": self.tokens, "marks": self.tokens}
@@ -87,7 +87,7 @@ class Header(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole file in bytes."""
         _, dtype, count, place = list(self.sections())[-1]
         return place + -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
 
@@ -96,7 +96,7 @@ class Header(BaseModel):
         return xxhash.xxh3_128_hexdigest(self.model_copy(update={"made": None}).text.encode())
 
     def packed(self) -> bytes:
-        """The first bytes of the file. Raises PlanError if the names in it are too long."""
+        """Return the first ``BEGIN`` bytes of the file. Raises PlanError if the header does not fit into them."""
         text = self.text.encode()
         if len(text) > MOST_HEADER_BYTES:
             raise PlanError(
@@ -108,7 +108,7 @@ class Header(BaseModel):
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether it begins as one, even if the file is truncated."""
+    """Return whether the file begins with the magic number, or is a truncated part of it."""
     with suppress(PlanError), opened(path) as file:
         begin = file.read(len(MAGIC))
         return bool(begin) and MAGIC.startswith(begin)
@@ -116,7 +116,7 @@ def is_token_file(path: Path) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """The header, of a file that is as long as it says. Raises PlanError for any other."""
+    """Return the header. Raises PlanError if it is damaged or does not match the size of the file."""
     with opened(path) as file:
         begin, size = file.read(BEGIN), os.fstat(file.fileno()).st_size
     if not begin.startswith(MAGIC) and not (begin and MAGIC.startswith(begin)):
@@ -140,7 +140,10 @@ def read_header(path: Path) -> Header:
 
 
 def open_token_file(path: Path, source: str) -> Tokens:
-    """The tokens of a file, as maps of it. Raises PlanError for one that is damaged, as far as this costs no time."""
+    """Return the tokens of a file, memory-mapped.
+
+    Raises PlanError for a damaged header or damaged ends of documents; ``check_content`` also reads the tokens.
+    """
     header = read_header(path)
     try:
         whole = np.memmap(path, np.uint8, "r")
@@ -155,19 +158,16 @@ def open_token_file(path: Path, source: str) -> Tokens:
 
 
 def files_in(path: Path) -> dict[str, bytes]:
-    """The tokenizer's files in a token file by their names; empty for one of texts. Raises PlanError."""
+    """Return the tokenizer's files in a token file by name; none for texts. Raises PlanError."""
     header = read_header(path)
-    place = list(header.sections())[-1][-1]
-    found = {}
+    *_, (_, _, _, begin) = header.sections()
     with path.open("rb") as file:
-        file.seek(place)
-        for name, size in (header.files or {}).items():
-            found[name] = file.read(size)
-    return found
+        file.seek(begin)
+        return {name: file.read(size) for name, size in (header.files or {}).items()}
 
 
 def check_content(path: Path) -> None:
-    """Raise PlanError if a section differs from the bytes that were written. Reads all of the file."""
+    """Raise PlanError if the checksum of a section does not match. Reads the whole file."""
     header = read_header(path)
     whole = np.memmap(path, np.uint8, "r")
     for name, dtype, count, begin in header.sections():

@@ -1,4 +1,4 @@
-"""Writes a token file as tokens come: memory does not grow with the text, and a reader sees all of it or nothing."""
+"""Writes a token file piece by piece and atomically: memory does not grow with the size of the text."""
 
 import os
 import shutil
@@ -24,11 +24,11 @@ _DTYPES = {name: np.dtype(kind) for name, kind in (("marks", "u1"), ("files", "u
 
 
 class TokenWriter:
-    """One token file. Owns a file beside it until that is complete and takes its name; a failed one is removed.
+    """Writer of one token file. Owns a temporary file beside it, which replaces it on success, else is removed.
 
-    Ids are written in their place; marks, ends and words wait in files without a name, since they come after all ids.
-    A section is written by the MiB: samples are short, and a write takes longer than to tokenize one.
-    ``files``: of samples with labels, those of their tokenizer by name. ``on_bytes`` gets counts of read bytes.
+    Ids are written to their final place; marks, ends and words, which follow all ids, go to unnamed temporary files
+    first. Sections are buffered up to a MiB: one write takes longer than tokenizing one short sample.
+    ``files``: the tokenizer's files by name, for samples with labels. ``on_bytes`` is called with counts of read bytes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TokenWriter:
 
     def __enter__(self) -> Self:
         check_file(self.path, "-o")
-        with self._told():
+        with self._writing():
             folder = self.path.parent
             self._new = Replacement(self.path)
             self._stack.callback(self._new.discard)
@@ -65,7 +65,7 @@ class TokenWriter:
         self._stack.close()
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Pieces of documents in their order; one without any token does not become a document. Raises PlanError."""
+        """Append pieces of documents, in order. A document without tokens is left out. Raises PlanError."""
         for piece in pieces:
             whole = with_end(piece, self.tokenization)
             self._tokens_open += len(piece.ids)
@@ -83,7 +83,10 @@ class TokenWriter:
                 self._words_open = self._tokens_open = 0
 
     def add_documents(self, ids: np.ndarray, marks: np.ndarray, sizes: np.ndarray, words: np.ndarray) -> None:
-        """Whole documents, with their ends: ids and marks [tokens], sizes and words [documents]. Raises PlanError."""
+        """Append whole documents, with end tokens: ids and marks [tokens], sizes and words [documents].
+
+        Raises PlanError if the file cannot be written.
+        """
         self._write("ids", ids)
         self._write("marks", marks)
         self._write("ends", self.num_tokens + np.cumsum(sizes))
@@ -93,20 +96,23 @@ class TokenWriter:
         self.num_words += int(words.sum())
 
     def note_read(self, num_bytes: int) -> None:
-        """So many bytes more of the text were read."""
+        """Count ``num_bytes`` more bytes of the text as read."""
         self._num_bytes += num_bytes
         self._on_bytes(num_bytes)
 
-    def finish(self, made: Mapping[str, str] | None = None) -> Header:
-        """The file under its name, on the disk. ``made``: how samples with labels were made. Raises PlanError."""
+    def finish(self, options: Mapping[str, str] | None = None) -> Header:
+        """Complete the file under its name and return its header. ``options``: those that shaped samples with labels.
+
+        Raises PlanError for an empty text, or if the file cannot be written.
+        """
         if not self.num_documents:
             raise PlanError("the text is empty", where="TEXT", fix="give a text that is not empty")
         for content in (self._more or {}).values():
             self._write("files", np.frombuffer(content, np.uint8))
         for name in self._sections:
             self._flush(name)
-        header = self._header(made)
-        with self._told():
+        header = self._header(options)
+        with self._writing():
             whole = self._files["ids"]
             for name, _, _, begin in header.sections():
                 if name != "ids":
@@ -119,7 +125,7 @@ class TokenWriter:
             self._new.take_place()
         return header
 
-    def _header(self, made: Mapping[str, str] | None) -> Header:
+    def _header(self, options: Mapping[str, str] | None) -> Header:
         how = self.tokenization
         sizes = None if self._more is None else {name: len(content) for name, content in self._more.items()}
         return Header(
@@ -135,7 +141,7 @@ class TokenWriter:
             content={name: digest.hexdigest() for name, digest in self._digests.items()},
             supervised=None if sizes is None else True,
             files=sizes,
-            made=None if made is None else dict(made),
+            made=None if options is None else dict(options),
         )
 
     def _write(self, name: str, values: np.ndarray) -> None:
@@ -152,15 +158,15 @@ class TokenWriter:
             largest = np.frombuffer(content, self._dtypes[name]).max(initial=0)
             self._largest = max(self._largest, int(largest))
         self._digests[name].update(content)
-        with self._told():
+        with self._writing():
             self._files[name].write(content)
 
-    def _told(self) -> AbstractContextManager[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         return writing(shorten(self.path), "-o", "give a writable file, and free space there")
 
 
 def texts_of(sources: Iterable[str], output: Path) -> list[Path]:
-    """Every file of the sources. Raises PlanError if one is the output, or a token file."""
+    """Return all files of the sources. Raises PlanError if one is the output file, or a token file."""
     files = sources_of(sources)
     check_file(output, "-o")
     for file in files:
@@ -178,10 +184,10 @@ def prepare(
     encoder: Encoder,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> Header:
-    """Write the tokens of a text to ``output``, and return its header. ``read``: ``parts`` with the files. ``on_bytes``
-    gets counts of read bytes.
+    """Write the tokens of a text to ``output``, and return the header.
 
-    Raises PlanError for files that cannot be read, are no text, are empty, or cannot be written; no output stays then.
+    ``read``: ``parts`` with its files bound. ``on_bytes`` is called with counts of read bytes. Raises PlanError for
+    files that cannot be read or written, are not text or are empty, and then leaves no output file.
     """
     with TokenWriter(output, encoder.tokenization, on_bytes=on_bytes) as writer:
         writer.add(encoder.pieces(read(on_bytes=writer.note_read)))

@@ -1,10 +1,10 @@
 """A text as token ids, with the ends of documents and the starts of words and sentences, for batches and scores.
 
-ids      | 17 4 98 3 0 | 52 7 7 0 |        one after another
+ids      | 17 4 98 3 0 | 52 7 7 0 |        documents one after another
 ends               5          9            the end of each document, including its end token
-marks      s w   w       s   w             bits: a word begins here, a sentence begins here; of samples with
+marks      s w   w       s   w             bits: a word begins here, a sentence begins here; in samples with
                                            labels instead: this token is a label, a row begins here
-words          3           2               of the text before it was cut into tokens
+words          3           2               number of words in the text of each document
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ PAIRS = "pairs"  # the key of their two fields in a token file
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """How the ids came about. ``vocabulary_size``: ids lie below it.
+    """The name of a tokenizer (a file name, or ``bytes``) and its vocabulary: ids are below ``vocabulary_size``.
 
     ``special``: ids by use: end (of a document), class, separator, mask, padding; only those that exist.
     """
@@ -30,17 +30,18 @@ class Tokenization:
 
     @property
     def padding(self) -> int:
-        """The id behind the text of a sequence that is longer; no loss counts it."""
+        """The id that fills a sequence after its text; no loss counts it."""
         return self.special.get("padding", self.special.get("end", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``ends`` and ``words`` (int64): [documents].
+    """A tokenized text: ``ids`` (integers) and ``marks`` (uint8) [tokens], ``ends`` and ``words`` (int64) [documents].
 
-    Arrays may be maps of a file. ``ends`` ascends; its last is the number of tokens. ``words``: between white space.
-    ``source``: its name in messages. ``identity``: changes with the content. ``largest``: of the ids; None: not known.
-    ``is_supervised``: documents are samples, and only marked tokens are labels. ``is_paired``: two by two of a row.
+    Arrays may be memory-mapped. ``ends`` ascends; its last element is the number of tokens. ``words``: number of words,
+    separated by white space. ``source``: the name of the text in messages. ``identity``: a hash of the content.
+    ``largest``: the largest id; None if unknown. ``is_supervised``: documents are samples, and only tokens with the
+    mark ``LABEL`` are labels. ``is_paired``: two consecutive samples are the pair of one row.
     """
 
     ids: np.ndarray
@@ -57,9 +58,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Bytes of a document, which begin at ``offset`` of ``file``. ``closes``: the document ends with them.
+    """Consecutive bytes of a document, from byte ``offset`` of ``file``. ``closes``: the document ends with them.
 
-    ``row``: the place of their row, if they are the text of one.
+    ``row``: place of the row for errors, if the text is a field of a row.
     """
 
     content: bytes
@@ -69,15 +70,16 @@ class TextPart:
     row: str = ""
 
     def where(self, position: int) -> str:
-        """The place of the byte at this position, for an error."""
+        """Return the place of the byte at ``position`` of ``content``, for an error."""
         return self.row or f"{self.file}, byte {self.offset + position}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``ids`` (an integer dtype) and ``marks`` (uint8): [tokens]; ``num_words``: between white space, begun in it.
+    """Consecutive tokens of a document: ``ids`` (an integer dtype) and ``marks`` (uint8), both [tokens].
 
-    ``closes``: its document ends with it. ``has_end``: with its own end token.
+    ``num_words``: words that begin in the piece. ``closes``: the document ends with it. ``has_end``: its last token is
+    the end token.
     """
 
     ids: np.ndarray
@@ -88,12 +90,12 @@ class Piece:
 
 
 def id_dtype(tokenization: Tokenization) -> np.dtype:
-    """The smallest unsigned one that holds every id."""
+    """Return the smallest unsigned dtype that holds every id of the vocabulary."""
     return np.min_scalar_type(tokenization.vocabulary_size - 1)
 
 
 def with_end(piece: Piece, tokenization: Tokenization) -> Piece:
-    """A piece that closes its document, and the end token, if there is one."""
+    """Return the piece with the end token appended, if it closes its document and the tokenization has an end token."""
     end = tokenization.special.get("end")
     if end is None or not piece.closes or piece.has_end:
         return piece

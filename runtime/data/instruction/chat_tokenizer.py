@@ -1,11 +1,11 @@
-"""A model's tokenizer with its chat template: the text and the tokens that generation would see."""
+"""A model's tokenizer with its chat template: the text and the tokens of generation."""
 
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,20 +15,22 @@ from runtime.data.instruction.conversation import Message
 from runtime.data.instruction.template import Case, ChatTemplate
 from runtime.data.text.encoders import end_ids
 
-Border = tuple[str, str]  # the characters in front of it, and those behind it
+Border = tuple[str, str]  # the characters before and after it
 Key = TypeVar("Key", str, Border)
 Value = TypeVar("Value")
 _DIRECTORY = "give the model's directory, with tokenizer_config.json and chat_template.jinja"
-_NEAR, _FIRST_WORD = 24, re.compile(r"\s*\S*\s*")  # characters beside a border; answers often begin with the same word
-_KEPT, _BORDERS = MIB, 1 << 16  # characters of texts that are kept with their ids, texts beside borders
+_NEAR, _FIRST_WORD = 24, re.compile(r"\s*\S*\s*")  # characters beside a border: few, so that rows share cache entries
+_KEPT, _BORDERS = MIB, 1 << 16  # limits of the caches: characters of texts, number of border characters
 _PREFIXED = {"ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}}
 
 
 class ChatTokenizer:
-    """The tokenizer of a directory. ``ends``: the ids that end an answer, of generation config and tokenizer.
-    ``template``: a file, or the name of one of the tokenizer's; None: its default. ``date``: None for today.
-    ``marker``: any special token. ``encoded``: the ids of a part of a template's text. ``answers``: those of a text as
-    it continues another, without a space in front. ``crossed``: whether a token would hold both sides of a border.
+    """The tokenizer of a directory, with its chat template.
+
+    ``template``: a file, or the name of one of the tokenizer's templates; None: its default. ``date``: None for today.
+    ``ends``: the ids that end an answer, from generation config and tokenizer. ``marker``: matches any special token.
+    ``encoded``: part of a template's text -> ids. ``answers``: text -> ids as it continues another text, without a
+    space in front. ``crossed``: border -> whether a token would contain characters of both sides.
 
     Raises PlanError for a directory without a tokenizer of the library `tokenizers`.
     """
@@ -48,7 +50,7 @@ class ChatTokenizer:
         self._bare = _without_prefix(self._fast)
         added = self.tokenizer.added_tokens_decoder
         self.special = {token.content: i for i, token in added.items() if token.special and token.content}
-        # no token crosses a special one: what stands between two is tokenized by itself, and once for all turns
+        # no token crosses a special one: the text between two is tokenized separately, once for all turns
         cut = [token for token in added.values() if token.special and token.content]
         self._is_cut = not any(token.lstrip or token.single_word or token.normalized for token in cut)
         self.encoded, self.answers = _Kept(partial(_ids, self._fast)), _Kept(partial(_ids, self._bare))
@@ -69,53 +71,52 @@ class ChatTokenizer:
         return max(self.tokenizer.get_vocab().values(), default=0) + 1
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None, *, generates: bool = False) -> str:
-        """The template's text. Raises RowError if the template fails."""
+        """Return the template's text of a conversation. Raises RowError if the template fails."""
         return self.render_seen([([self.seen(message) for message in messages], generates)], tools)[0]
 
     def render_seen(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
-        """Those of several conversations, of messages of ``seen``."""
+        """Return the template's text of each case, whose messages are results of ``seen``. Raises RowError.
+
+        Raises PlanError if the tokenizer has no template.
+        """
         if self.template is None and not self.tokenizer.chat_template:
             what = f"{shorten(self.path)} has no chat template"
             raise PlanError(what, where="--tokenizer", fix=f"add --chat-template FILE, or {_DIRECTORY}")
         return self.rendering.render(cases, tools)
 
     def cut(self, text: str) -> list[str]:
-        """The parts of a template's text that are tokenized by themselves."""
+        """Return the parts of a template's text that are tokenized separately."""
         if not self._is_cut:
             return [text]
-        parts, begin = [], 0
-        for found in self.marker.finditer(text, 1):
-            parts.append(text[begin : found.start()])
-            begin = found.start()
-        parts.append(text[begin:])
-        return parts
+        begins = [0, *(token.start() for token in self.marker.finditer(text, 1)), len(text)]
+        return [text[begin:end] for begin, end in pairwise(begins)]
 
     def ids(self, parts: Iterable[str]) -> list[int]:
-        """As generation tokenizes the text of a template, of which these are the parts."""
+        """Return the ids of a template's text, given its parts, as generation tokenizes it."""
         return list(chain.from_iterable(map(self.encoded.of, parts)))
 
     def begun_ids(self, text: str) -> list[int]:
-        """With the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
+        """Return ids with the tokenizer's own special tokens, as generation tokenizes a prompt without a template."""
         return self._fast.encode(text, add_special_tokens=True).ids
 
     def border(self, before: str, answer: str) -> Border:
-        """The characters beside a border on which it depends whether a token would cross it."""
+        """Return the characters beside a border that determine whether a token would cross it."""
         begin, near = _FIRST_WORD.match(answer, 0, _NEAR), before[-4 * _NEAR :]
         if not self._is_cut:
-            near = near[max((found.start() for found in self.marker.finditer(near)), default=0) :]
+            near = near[max((token.start() for token in self.marker.finditer(near)), default=0) :]
         return near[-_NEAR:], begin[0] if begin else ""
 
     def _cross(self, borders: Sequence[Border]) -> Iterator[bool]:
         joined = self._fast.encode_batch([head + begin for head, begin in borders], add_special_tokens=False)
-        for (head, begin), found in zip(borders, joined, strict=True):
-            last = found.char_to_token(len(head) - 1) if head and begin else None
-            yield last is not None and last == found.char_to_token(len(head))
+        for (head, begin), encoding in zip(borders, joined, strict=True):
+            last = encoding.char_to_token(len(head) - 1) if head and begin else None
+            yield last is not None and last == encoding.char_to_token(len(head))
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _named(self, template: str) -> str:
-        """The text or the name of a template. Raises PlanError for one that is not there."""
+        """Return the text or the name of a template. Raises PlanError if there is none."""
         own = self.tokenizer.chat_template
         if is_file(Path(template)):
             return read_text(template, "chat template", most_bytes=MIB, fix=_DIRECTORY)
@@ -144,7 +145,7 @@ def _loaded(path: Path) -> Any:
         tokenizer = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, MemoryError):
         raise
-    except BaseException as error:  # panics of the library are no Exception
+    except BaseException as error:  # panics of the library are not an Exception
         what = f"{shorten(path)} has no tokenizer that transformers loads: {shorten(first_line(error))}"
         raise PlanError(what, where="--tokenizer", fix=_DIRECTORY) from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -154,7 +155,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _without_prefix(tokenizer: Any) -> Any:
-    """The same tokenizer, which puts no space in front of a text."""
+    """Return a copy of the tokenizer that puts no space in front of a text."""
     from tokenizers import Tokenizer
 
     content = json.loads(tokenizer.to_str())
@@ -173,12 +174,12 @@ def _bare(part: Any) -> Any:
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> Iterator[list[int]]:
-    """By the one call that tracks no offsets."""
-    return (found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    """Return the ids of each text, without tracking offsets."""
+    return (encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
 
 class _Kept(Generic[Key, Value]):
-    """Values of texts, made of many at once, and kept until these have ``most`` characters."""
+    """A cache of values by text, made in batches; emptied when its texts exceed ``most`` characters."""
 
     def __init__(self, make: Callable[[list[Key]], Iterable[Value]], most: int = _KEPT) -> None:
         self._make, self._most, self._values, self._size = make, most, dict[Key, Value](), 0
@@ -189,7 +190,7 @@ class _Kept(Generic[Key, Value]):
         return self._values[key]
 
     def fill(self, keys: Iterable[Key]) -> None:
-        """So that none of these is made by itself."""
+        """Make the missing values of ``keys`` in one call."""
         if self._size > self._most:
             self._values, self._size = {}, 0
         if new := list(set(keys).difference(self._values)):

@@ -1,4 +1,4 @@
-"""A row becomes a conversation: messages with roles, which of them are trained on, and the texts that they hold.
+"""A row becomes a conversation: messages with roles, the numbers of those to train on, and their texts.
 
 openai     {"messages": [{"role": "user", "content": …}, {"role": "assistant", …, "tool_calls": […]}], "tools": […]}
 sharegpt   {"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}
@@ -22,8 +22,10 @@ Message = dict[str, Any]
 
 
 class Conversation(NamedTuple):
-    """``trained``: the numbers of the assistant messages that are labels. ``num_behind``: messages left out after the
-    last one of the assistant. ``format``: of the row. ``is_plain``: each message is a role and a text alone."""
+    """A conversation. ``trained``: the numbers of the assistant messages that become labels. ``num_behind``: number of
+    messages after the last one of the assistant, which are left out. ``format``: of the row. ``is_plain``: each message
+    is only a role and a text.
+    """
 
     messages: list[Message]
     trained: list[int]
@@ -34,9 +36,9 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(row: dict[str, Any], field: str | None, format: str | None, train_on: str) -> Conversation:
-    """The conversation of a row. Raises RowError."""
-    found = format or _format_of(row, field)
-    messages = _of_alpaca(row) if found == "alpaca" else _list(row, field)
+    """Return the conversation of a row; ``format`` None: detected. Raises RowError."""
+    format = format or _format_of(row, field)
+    messages = _of_alpaca(row) if format == "alpaca" else _list(row, field)
     if not (are_plain := all(map(is_plain, messages))):
         messages = [_message(message, number) for number, message in enumerate(messages)]
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -49,7 +51,7 @@ def conversation_of(row: dict[str, Any], field: str | None, format: str | None, 
     if not are_plain:
         trained = [n for n in trained if kept[n].get("train", True) and kept[n].get("weight", 1)]
         kept = [{name: m[name] for name in m if name not in ("train", "weight")} for m in kept]
-    return Conversation(kept, trained, tools or None, num_behind, found, are_plain)
+    return Conversation(kept, trained, tools or None, num_behind, format, are_plain)
 
 
 def _format_of(row: dict[str, Any], field: str | None) -> str:
@@ -60,11 +62,11 @@ def _format_of(row: dict[str, Any], field: str | None) -> str:
 
 
 def _of_alpaca(row: dict[str, Any]) -> list[Message]:
-    given = text_of({**row, "input": row.get("input") or ""}, "input")
-    asked = "\n\n".join(filter(None, [text_of(row, "instruction"), given]))
+    context = text_of({**row, "input": row.get("input") or ""}, "input")
+    request = "\n\n".join(filter(None, [text_of(row, "instruction"), context]))
     system = [{"role": "system", "content": text_of(row, "system")}] if row.get("system") else []
     answer = {"role": "assistant", "content": text_of(row, "output")}
-    return [*system, {"role": "user", "content": asked}, answer]
+    return [*system, {"role": "user", "content": request}, answer]
 
 
 def _list(row: dict[str, Any], field: str | None) -> list[Any]:
@@ -76,7 +78,7 @@ def _list(row: dict[str, Any], field: str | None) -> list[Any]:
 
 
 def _json(value: Any, field: str) -> Any:
-    """The value that a text of JSON stands for; no change of anything else."""
+    """Return the parsed value of a JSON string; anything else as is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -84,16 +86,16 @@ def _json(value: Any, field: str) -> Any:
 
 
 def is_plain(message: Any) -> bool:
-    """Whether it is a role and a text alone, as most are: nothing else has to be looked for in these."""
+    """Return whether a message is only a role and a text, as most are: nothing else needs to be checked in these."""
     is_pair = type(message) is dict and len(message) == 2
     return is_pair and message.get("role") in ROLES and type(message.get("content")) is str
 
 
-def _message(given: Any, number: int) -> Message:
-    """With role and content, as templates read it."""
-    if not isinstance(given, dict):
-        raise RowError(f"message {number} is a {type(given).__name__}", fix="give objects with role and content")
-    message = dict(given)
+def _message(raw: Any, number: int) -> Message:
+    """Return a message with role and content, as templates read it. Raises RowError."""
+    if not isinstance(raw, dict):
+        raise RowError(f"message {number} is a {type(raw).__name__}", fix="give objects with role and content")
+    message = dict(raw)
     if "from" in message:
         role = message.pop("from")
         message["role"] = _OF_SHAREGPT.get(role, role) if isinstance(role, str) else role
@@ -130,10 +132,7 @@ def _called(call: Any) -> dict[str, Any]:
 
 
 class Said(NamedTuple):
-    """A message, its ``texts`` with their fields (of ``texts_of``), and ``atoms`` of its tool calls.
-
-    ``is_plain``: it is a text and no more.
-    """
+    """A message with its ``texts_of`` and ``atoms_of``. ``is_plain``: it is a text that is not empty, and no more."""
 
     message: Message
     texts: list[tuple[str, str]]
@@ -155,28 +154,28 @@ class Said(NamedTuple):
 
 
 def mapped(message: Message, change: Callable[[str, str], str]) -> Message:
-    """The message with ``change(field, text)`` in place of each of its texts, those of reasoning first."""
-    found = dict(message)
+    """Return the message with ``change(field, text)`` in place of each of its texts, those of reasoning first."""
+    copy = dict(message)
     changed: dict[str, str] = {}  # one reasoning under several names is one text
     for name in REASONING:
         if isinstance(text := message.get(name), str):
             if text not in changed:
                 changed[text] = change(name, text)
-            found[name] = changed[text]
+            copy[name] = changed[text]
     content = message.get("content")
     if isinstance(content, str):
-        found["content"] = change("content", content)
+        copy["content"] = change("content", content)
     elif content is not None:
-        found["content"] = [part | {"text": change("content", part["text"])} for part in content]
+        copy["content"] = [part | {"text": change("content", part["text"])} for part in content]
     if message.get("tool_calls"):
-        found["tool_calls"] = [_mapped_call(call, partial(change, "tool_calls")) for call in message["tool_calls"]]
-    return found
+        copy["tool_calls"] = [_mapped_call(call, partial(change, "tool_calls")) for call in message["tool_calls"]]
+    return copy
 
 
 def _mapped_call(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     inner = _called(call)
-    made = inner | {name: _mapped_tree(inner[name], change) for name in ("name", "arguments") if name in inner}
-    return call | {"function": made} if "function" in call else made
+    inner = inner | {name: _mapped_tree(inner[name], change) for name in ("name", "arguments") if name in inner}
+    return call | {"function": inner} if "function" in call else inner
 
 
 def _mapped_tree(value: Any, change: Callable[[str], str]) -> Any:
@@ -188,25 +187,25 @@ def _mapped_tree(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def texts_of(message: Message) -> list[tuple[str, str]]:
-    """(field, text without outer white space) of each text that is not empty, in the order of ``mapped``."""
-    found: list[tuple[str, str]] = []
+    """Return (field, text without outer white space) of each text that is not empty, in the order of ``mapped``."""
+    texts: list[tuple[str, str]] = []
 
     def note(field: str, text: str) -> str:
-        found.append((field, text.strip()))
+        texts.append((field, text.strip()))
         return text
 
     mapped(message, note)
-    return [each for each in found if each[1]]
+    return [each for each in texts if each[1]]
 
 
 def atoms_of(message: Message) -> list[str]:
-    """The names and numbers in the arguments of tool calls: no template writes them otherwise than JSON does."""
-    found: list[str] = []
+    """Return the names and numbers in the arguments of tool calls: every template writes them as JSON does."""
+    atoms: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> None:
-        found.extend(name for name, _ in pairs)
+        atoms.extend(name for name, _ in pairs)
 
     for call in message.get("tool_calls") or ():
         text = json.dumps(_called(call).get("arguments"), default=str)
-        json.loads(text, object_pairs_hook=note, parse_int=found.append, parse_float=found.append)
-    return found
+        json.loads(text, object_pairs_hook=note, parse_int=atoms.append, parse_float=atoms.append)
+    return atoms

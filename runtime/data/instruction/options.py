@@ -15,8 +15,9 @@ _OF_TEXTS = {"text", "begin_token", "length", "split"}
 
 @dataclass(frozen=True)
 class Instruction:
-    """The form of a row: ``chat`` names the field of its messages, ``prompt`` and ``answer``, or ``text``, fields of
-    texts, ``chosen`` and ``rejected`` the fields of two answers."""
+    """The options. ``chat`` names the field of a row's messages; ``prompt``, ``answer`` and ``text`` fields of texts;
+    ``chosen`` and ``rejected`` the fields of two answers.
+    """
 
     chat: Text = option("Rows are conversations: field with a list of messages (role and content).", "FIELD")
     prompt: Text = option("With --answer: field of the prompt; its tokens are not labels.", "FIELD")
@@ -79,22 +80,22 @@ class Instruction:
     def _check_texts(self) -> None:
         """Raise PlanError for an option that has no effect on texts."""
         of_texts = _OF_TEXTS if self.text is not None else _OF_TEXTS - {"split"}
-        given = [name for name, value in vars(self).items() if value and value != getattr(Instruction, name)]
-        if wrong := [f"--{name.replace('_', '-')}" for name in given if name not in of_texts]:
+        changed = [name for name, value in vars(self).items() if value and value != getattr(Instruction, name)]
+        if wrong := [f"--{name.replace('_', '-')}" for name in changed if name not in of_texts]:
             what = f"{', '.join(wrong)} without --chat, or --prompt with --answer"
             raise PlanError(what, where=wrong[0], fix="name the field of the conversations with --chat")
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template: JSON values, else texts. Raises PlanError for another form."""
-        found: dict[str, Any] = {}
+        """Arguments of the chat template: JSON values, otherwise strings. Raises PlanError for another form."""
+        arguments: dict[str, Any] = {}
         for text in self.template_args or ():
             name, equals, value = text.partition("=")
             if not equals or not name.isidentifier():
                 what = f"--template-args {shorten(text, 60)} is not NAME=VALUE"
                 raise PlanError(what, where="--template-args", fix="write enable_thinking=false")
             try:
-                found[name] = json.loads(value)
+                arguments[name] = json.loads(value)
             except ValueError:
-                found[name] = value
-        return found
+                arguments[name] = value
+        return arguments

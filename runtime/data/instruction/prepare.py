@@ -1,4 +1,4 @@
-"""Rows of conversations become one token file of samples with labels, with the files of their tokenizer."""
+"""Rows of conversations become a token file: samples with labels, and the files of their tokenizer."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ from runtime.data.tokens import LABEL, PAIRS, ROW, Tokenization, id_dtype
 TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 FILES += (TEMPLATE, GENERATION_CONFIG)
-_ROW = 256  # characters that a row counts for, whatever it holds
+_ROW = 256  # characters added to the size of each row, for its overhead
 UNLABELLED, BAD = "rows without an answer to train on, left out", "rows that cannot be used, left out"
 
 
@@ -33,34 +33,34 @@ def prepare_samples(
     paths: Iterable[Path],
     output: Path,
     tokenizer: str,
-    asked: Instruction,
+    options: Instruction,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[Header, list[str]]:
-    """Write the samples of all rows to ``output``; returns its header and the lines to print.
+    """Write the samples of all rows to ``output``; return its header and the lines to print.
 
-    Raises PlanError for a row that cannot be used, unless such rows are to be left out; no output stays then.
+    Raises PlanError for a row that cannot be used, unless ``options.bad_rows`` is drop, and then leaves no output file.
     """
-    made = _Samples(tokenizer, asked)
-    files, chat = _files_of(made.chat, asked), made.chat
+    samples = _Samples(tokenizer, options)
+    files, chat = _files_of(samples.chat, options), samples.chat
     ids = {"end": chat.eos, "begin": chat.tokenizer.bos_token_id, "padding": chat.tokenizer.pad_token_id}
     special = {use: i for use, i in ids.items() if i is not None}
     tokenization = Tokenization(chat.path.name, chat.vocabulary_size, special)
     with TokenWriter(output, tokenization, files, on_bytes) as writer, ExitStack() as stack:
-        gc.freeze()  # to look for garbage among all imports takes as long as to tokenize short rows
+        gc.freeze()  # collecting garbage among all imported objects takes as long as tokenizing short rows
         stack.callback(gc.unfreeze)
-        for rows in _by_size(map(made.begin, rows_of(paths, asked.split, writer.note_read))):
-            writer.add_documents(*_joined(made.of(rows), id_dtype(tokenization)))
-        if not made.sizes:
-            raise made.first_bad or PlanError("the texts have no row to train on", where="TEXT", fix="give rows")
-        files |= _generation_config(files, made.rule.ends, made.chat)
-        how = {"date": str(made.chat.day.date()), "train_on": asked.train_on}
-        how |= {"template_args": json.dumps(asked.arguments)} if asked.arguments else {}
-        how |= {PAIRS: f"{asked.chosen}, {asked.rejected}"} if asked.chosen is not None else {}
-        return writer.finish(how), made.shown() if asked.json else [*made.lines(), *made.shown()]
+        for rows in _by_size(map(samples.begin, rows_of(paths, options.split, writer.note_read))):
+            writer.add_documents(*_joined(samples.of(rows), id_dtype(tokenization)))
+        if not samples.sizes:
+            raise samples.first_bad or PlanError("the texts have no row to train on", where="TEXT", fix="give rows")
+        files |= _generation_config(files, samples.rule.ends, chat)
+        how = {"date": str(chat.day.date()), "train_on": options.train_on}
+        how |= {"template_args": json.dumps(options.arguments)} if options.arguments else {}
+        how |= {PAIRS: f"{options.chosen}, {options.rejected}"} if options.chosen is not None else {}
+        return writer.finish(how), samples.shown() if options.json else [*samples.lines(), *samples.shown()]
 
 
 class _Begun(NamedTuple):
-    """A row, its conversations, and why it cannot be used."""
+    """A row, its conversations, and the error if it cannot be used."""
 
     row: Row
     turns: Sequence[Turns]
@@ -68,20 +68,22 @@ class _Begun(NamedTuple):
 
 
 class _Samples:
-    """The samples of rows, of many rows at once. Owns the counts: ``several``: rows of several samples, their tokens,
-    and those of the longest of each. ``first_bad``: of the rows left out. ``sizes``: of the samples.
+    """The samples of rows, made of many rows at a time. Owns the counts for the report.
+
+    ``several``: number of rows with several samples, all tokens of these rows, and the tokens of the longest sample of
+    each. ``first_bad``: error of the first row left out. ``sizes``: tokens of each sample.
     """
 
-    def __init__(self, tokenizer: str, asked: Instruction) -> None:
-        self.asked = asked
-        self.chat = ChatTokenizer(tokenizer, asked.chat_template, asked.arguments, asked.date)
-        self.rule = Rule(self.chat, asked.border == "common", frozenset(asked.ignore_field or ()))
+    def __init__(self, tokenizer: str, options: Instruction) -> None:
+        self.options = options
+        self.chat = ChatTokenizer(tokenizer, options.chat_template, options.arguments, options.date)
+        self.rule = Rule(self.chat, options.border == "common", frozenset(options.ignore_field or ()))
         self.num_rows, self.several, self.sizes = 0, (0, 0, 0), list[int]()
         self.first_bad: PlanError | None = None
         self._shown: list[tuple[int, Sample]] = []
 
     def begin(self, row: Row) -> _Begun:
-        """What of a row needs neither template nor tokenizer."""
+        """Read the conversations of a row, without template and tokenizer."""
         self.num_rows += 1
         try:
             with row as fields:
@@ -90,72 +92,72 @@ class _Samples:
             return _Begun(row, (), error)
 
     def of(self, rows: Sequence[_Begun]) -> list[list[Sample]]:
-        """Those of each row. Raises PlanError with the place of the first row that cannot be used."""
+        """Return the samples of each row. Raises PlanError with the place of the first row that cannot be used."""
         render_ahead((turns for begun in rows for turns in begun.turns), self.chat)
         written = [self._written(begun) for begun in rows]
         encode_ahead(chain.from_iterable(written), self.chat)
         return [self._samples(begun.row, turns) for begun, turns in zip(rows, written, strict=True)]
 
     def _written(self, begun: _Begun) -> Sequence[Turns]:
-        """Raises RowError for a row that cannot be used, unless such rows are to be left out."""
+        """Return the rendered turns of a row. Raises RowError if it cannot be used and ``bad_rows`` is refuse."""
         try:
             if begun.error is not None:
                 raise begun.error
             with begun.row:
                 for turns in begun.turns:
                     turns.write()
-                is_pair = self.asked.chosen is not None and not self.rule.common and begun.turns
+                is_pair = self.options.chosen is not None and not self.rule.common and begun.turns
                 if is_pair and begun.turns[0].context() != begun.turns[1].context():
-                    what = f"{self.asked.chosen} and {self.asked.rejected} answer different prompts"
+                    what = f"{self.options.chosen} and {self.options.rejected} answer different prompts"
                     raise RowError(what, fix="give two answers to one prompt")
             return begun.turns
         except RowError as error:
-            if self.asked.bad_rows == "refuse":
+            if self.options.bad_rows == "refuse":
                 raise
             self.first_bad = self.first_bad or error
             self.rule.counts[BAD] += 1
             return []
 
     def _samples(self, row: Row, parts: Sequence[Turns]) -> list[Sample]:
-        found = [sample for turns in parts for sample in turns.samples()]
-        sizes = [len(sample.ids) for sample in found]
+        samples = [sample for turns in parts for sample in turns.samples()]
+        sizes = [len(sample.ids) for sample in samples]
         self.sizes += sizes
-        if len(sizes) > 1 and self.asked.chosen is None:
+        if len(sizes) > 1 and self.options.chosen is None:
             rows, tokens, longest = self.several
             self.several = rows + 1, tokens + sum(sizes), longest + max(sizes)
-        if len(self._shown) < self.asked.show:
-            self._shown += [(row.number, sample) for sample in found][: self.asked.show - len(self._shown)]
-        return found
+        if len(self._shown) < self.options.show:
+            self._shown += [(row.number, sample) for sample in samples][: self.options.show - len(self._shown)]
+        return samples
 
     def _of(self, row: dict[str, object]) -> list[Turns]:
-        asked = self.asked
-        if asked.chosen is not None and asked.rejected is not None:
-            return self._pair(row, asked.chosen, asked.rejected)
-        if asked.prompt is None or asked.answer is None:
-            talk = conversation_of(row, asked.chat, asked.format, asked.train_on)
-            how = "given" if asked.format else "detected"
+        options = self.options
+        if options.chosen is not None and options.rejected is not None:
+            return self._pair(row, options.chosen, options.rejected)
+        if options.prompt is None or options.answer is None:
+            talk = conversation_of(row, options.chat, options.format, options.train_on)
+            how = "given" if options.format else "detected"
             self.rule.counts[f"rows of the format {talk.format} ({how})"] += 1
             return self._of_talk(talk)
-        return self._of_texts(text_of(row, asked.prompt), text_of(row, asked.answer))
+        return self._of_texts(text_of(row, options.prompt), text_of(row, options.answer))
 
     def _pair(self, row: dict[str, object], *names: str) -> list[Turns]:
-        """The last answer of each field; none if either has no answer."""
-        prompt, found = self.asked.prompt, list[Turns]()
+        """Return the last answer of each field; nothing if either has no answer."""
+        prompt, pair = self.options.prompt, list[Turns]()
         for name in names:
             own, before = row.get(name), row.get(prompt or "")
             if isinstance(own, str):
                 if prompt is None:
                     what = f"{name} is a text: the place at which its answer begins is not known"
                     raise RowError(what, fix="add --prompt with the field of the prompt, or give messages")
-                found += self._of_texts(text_of(row, prompt), own)
+                pair += self._of_texts(text_of(row, prompt), own)
                 continue
             first = [{"role": "user", "content": before}] if isinstance(before, str) else before or []
             whole = [*first, *own] if isinstance(first, list) and isinstance(own, list) else own
-            found += self._of_talk(conversation_of({**row, name: whole}, name, self.asked.format, "last"))
-        return found if len(found) == 2 else []
+            pair += self._of_talk(conversation_of({**row, name: whole}, name, self.options.format, "last"))
+        return pair if len(pair) == 2 else []
 
     def _of_texts(self, prompt: str, answer: str) -> list[Turns]:
-        if self.asked.chat_template is not None:
+        if self.options.chat_template is not None:
             talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return self._of_talk(Conversation(talk, [1]))
         if (end := self.chat.eos) is None:
@@ -165,14 +167,14 @@ class _Samples:
     def _of_talk(self, talk: Conversation) -> list[Turns]:
         if talk.trained:
             return [Turns(talk, self.rule)]
-        if self.asked.unlabelled == "refuse":
+        if self.options.unlabelled == "refuse":
             fix = "take the row out, or add --unlabelled drop"
             raise RowError("the row has no message of the assistant to train on", fix=fix)
         self.rule.counts[UNLABELLED] += 1
         return []
 
     def lines(self) -> Iterator[str]:
-        """What there is to say of the samples, a fact a line."""
+        """Yield the report on the samples, one fact per line."""
         yield f"{self.num_rows:,} rows; templates see the date {self.chat.day.date()}"
         rows, several, longest = self.several
         if rows:
@@ -189,23 +191,23 @@ class _Samples:
             yield f"the first: {shorten(self.first_bad, 400)}"
 
     def shown(self) -> list[str]:
-        """The first samples: ``text`` with all special tokens, ``supervised`` parts, ``row`` and ``turn``, from 0."""
-        found = []
+        """Return the first samples as lines: text with all special tokens, supervised parts, row and turn from 0."""
+        lines = []
         for row, sample in self._shown:
             places = [0, *(place for answer in sample.answers for place in answer), len(sample.ids)]
             heads = [self.chat.text(sample.ids[:place]) for place in places]
             parts = [whole[len(head) :] for head, whole in pairwise(heads)]
-            if self.asked.json:
+            if self.options.json:
                 each = {"text": "".join(parts), "supervised": parts[1::2], "row": row, "turn": sample.turn}
-                found.append(json.dumps(each, ensure_ascii=False))
+                lines.append(json.dumps(each, ensure_ascii=False))
             else:
                 marked = [f"⟦{part}⟧" if number % 2 else part for number, part in enumerate(parts)]
-                found.append(f"row {row}, turn {sample.turn}: {''.join(marked)}")
-        return found
+                lines.append(f"row {row}, turn {sample.turn}: {''.join(marked)}")
+        return lines
 
 
 def _by_size(begun: Iterable[_Begun]) -> Iterator[list[_Begun]]:
-    """Some rows at once: limits, calls and arrays for one short row take longer than to tokenize it."""
+    """Yield rows in batches: limits, calls and arrays for one short row take longer than tokenizing it."""
     rows, size = list[_Begun](), 0
     try:
         for row in begun:
@@ -214,14 +216,14 @@ def _by_size(begun: Iterable[_Begun]) -> Iterator[list[_Begun]]:
             if size >= MOST_AHEAD:
                 yield rows
                 rows, size = [], 0
-    except PlanError:  # of what cannot be read: behind the errors of the rows in front of it
+    except PlanError:  # a file cannot be read: errors of earlier rows come first
         yield rows
         raise
     yield rows
 
 
 def _joined(rows: Sequence[Sequence[Sample]], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and marks of all tokens; sizes, and numbers of labels, of the samples."""
+    """Return ids and marks of all tokens, [tokens], and sizes and numbers of labels, int64 [samples]."""
     samples = [sample for row in rows for sample in row]
     sizes = np.array([len(sample.ids) for sample in samples], np.int64)
     begins = (np.cumsum(sizes) - sizes).tolist()
@@ -237,25 +239,25 @@ def _joined(rows: Sequence[Sequence[Sample]], dtype: np.dtype) -> tuple[np.ndarr
     return ids, marks, sizes, np.diff(labels[at])
 
 
-def _files_of(chat: ChatTokenizer, asked: Instruction) -> dict[str, bytes]:
-    """Of the directory, and the template that was given in place of its own."""
+def _files_of(chat: ChatTokenizer, options: Instruction) -> dict[str, bytes]:
+    """Return the tokenizer's files by name, with the template of the options in place of its own."""
     more = sorted((chat.path / "additional_chat_templates").glob("*.jinja"))
     paths = {name: chat.path / name for name in (*FILES, *(str(path.relative_to(chat.path)) for path in more))}
-    if asked.chat_template is not None and is_file(Path(asked.chat_template)):
-        paths[TEMPLATE] = Path(asked.chat_template)
+    if options.chat_template is not None and is_file(Path(options.chat_template)):
+        paths[TEMPLATE] = Path(options.chat_template)
     return {name: read_bytes(path, name, most_bytes=256 * MIB) for name, path in paths.items() if is_file(path)}
 
 
 def _listed(chat: ChatTokenizer) -> tuple[int, ...]:
-    """The end tokens that generation knows of."""
+    """Return the end tokens at which generation stops."""
     return chat.config_ends or chat.ends
 
 
 def _generation_config(files: Mapping[str, bytes], ends: Iterable[int], chat: ChatTokenizer) -> dict[str, bytes]:
-    """With the end tokens of all answers: a model trained on them stops there."""
+    """Return the generation config with the end tokens of all answers added; nothing if it has them all."""
     missing = [end for end in ends if end not in _listed(chat)]
     if not missing:
         return {}
-    found = json.loads(files.get(GENERATION_CONFIG, b"{}"))
-    found["eos_token_id"] = [*_listed(chat), *missing]
-    return {GENERATION_CONFIG: json.dumps(found, indent=2).encode()}
+    config = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+    config["eos_token_id"] = [*_listed(chat), *missing]
+    return {GENERATION_CONFIG: json.dumps(config, indent=2).encode()}

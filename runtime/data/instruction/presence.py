@@ -1,13 +1,13 @@
-"""Every text of a conversation stands in the text that a template makes of it.
+"""Checks that a chat template writes every text of a conversation.
 
     message    {"content": "yes", "reasoning_content": "they said yes"}
     marked     {"content": "yes①", "reasoning_content": "they said yes②"}     characters that occur nowhere else
-    rendered   <|assistant|><think>they said yes②</think>yes①<|end|>      each mark behind its text: it stands there
+    rendered   <|assistant|><think>they said yes②</think>yes①<|end|>      each mark follows its text: all are there
 
-Texts too long to stand anywhere by chance are looked for without marks, which saves a rendering. So are shorter
-ones, if what stands around them is, to the letter, what marks found around the texts of an earlier row:
+Long texts, which no template contains by chance, are searched without marks; this saves a rendering. So are short texts
+if the rendered row equals the frame of an earlier, marked row around its own texts:
 
-    frame      <|assistant|> … <|end|>             of <|assistant|>yes<|end|>, so "no" stands in <|assistant|>no<|end|>
+    frame      <|assistant|> … <|end|>             of <|assistant|>yes<|end|>, so <|assistant|>no<|end|> contains "no"
 """
 
 import json
@@ -20,21 +20,21 @@ from runtime.data.text.documents import RowError
 
 FIRST_MARK = 0xF0000
 _MARKS = re.compile("[\U000f0000-\U0010fffd]")
-_WORD, _MANY = re.compile(r"[\w.+-]+"), 64  # from so many texts on, words of a rendering are looked up, not searched
-_LONG = 16  # characters: no markup of a template holds such a text by chance
+_WORD, _MANY = re.compile(r"[\w.+-]+"), 64  # for more texts, the words of a rendering are looked up in a set
+_LONG = 16  # characters: the markup of a template does not contain such a text by chance
 _FIX = "give a template that writes it with --chat-template, or add --ignore-field "
 _NUM_FIELDS, _NUM_FRAMES = 1024, 8  # kept at most: most rows have one of few shapes
 Render = Callable[[Sequence[Message]], str]
 
 
 class Frames:
-    """What the template wrote before, between and behind the texts of a row, as marks found it."""
+    """The text that the template wrote before, between and after the texts of earlier rows, as marks showed it."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, ...], list[list[str]]] = {}  # by the fields of the texts
 
     def end_of(self, texts: Sequence[tuple[str, str]], rendered: str, begin: int) -> int | None:
-        """Where the last text ends, if one of them with these texts is all that stands behind ``begin``."""
+        """Return the end of the last text, if ``rendered[begin:]`` is a known frame around ``texts``; else None."""
         for frame in self._of.get(tuple(name for name, _ in texts), ()):
             around = "".join(before + text for before, (_, text) in zip(frame, texts, strict=False))
             if rendered[begin:] == around + frame[-1]:
@@ -42,7 +42,7 @@ class Frames:
         return None
 
     def see(self, texts: Sequence[tuple[str, str]], ends: Sequence[Sequence[int]], rendered: str, begin: int) -> None:
-        """Keep what is around texts that stand in their order, each at one place and unchanged."""
+        """Keep the frame around the texts, if each occurs unchanged, once and in order."""
         frame, at = [], begin
         for (_, text), places in zip(texts, ends, strict=True):
             start = places[0] - len(text) if len(places) == 1 else -1
@@ -57,20 +57,21 @@ class Frames:
 
 
 class Presence:
-    """``ignored``: fields that a template may drop, counted in ``told``."""
+    """Checks of one row. ``ignored``: fields that a template may drop; ``told`` collects a line for each of them."""
 
     def __init__(self, ignored: Collection[str], told: set[str], frames: Frames) -> None:
         self._ignored, self._told, self._frames = ignored, told, frames
 
     def end_of(self, said: Sequence[Said], rendered: str, render: Render, where: str, begin: int = 0) -> int:
-        """Where the last character of the messages' texts ends in ``rendered``, which ``render`` made of them, and in
-        which all of them stand behind ``begin``.
+        """Return the end of the last text of ``said`` in ``rendered``, which ``render`` returned for these messages.
 
-        Raises RowError if one does not.
+        Raises RowError if a text is not in ``rendered[begin:]``.
         """
         texts = [each for one in said for each in one.texts]
         end = _end_in_order(texts, rendered, begin)
-        if end is None and (rendered.isascii() or not _MARKS.search(rendered)):  # rows with marks are refused anywhere
+        if end is None and (
+            rendered.isascii() or not _MARKS.search(rendered)
+        ):  # `_marked_ends` rejects rows with marks
             end = self._frames.end_of(texts, rendered, begin)
         if end is None:
             end = begin
@@ -86,7 +87,7 @@ class Presence:
         return end
 
     def require(self, field: str, texts: Iterable[str], rendered: str, where: str) -> None:
-        """Raise RowError for a text that does not stand there, raw or as JSON."""
+        """Raise RowError for a text that ``rendered`` does not contain, raw or as JSON."""
         wanted = dict.fromkeys(texts)
         words = set(_WORD.findall(rendered)) if len(wanted) > _MANY else ()
         for text in wanted:
@@ -101,12 +102,12 @@ class Presence:
 
 
 def _forms(text: str) -> tuple[str, str]:
-    """A text, and how JSON writes it."""
+    """Return a text as is, and as JSON writes it."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _end_in_order(texts: Sequence[tuple[str, str]], rendered: str, begin: int) -> int | None:
-    """Where the last text ends, if all are long, stand one behind the other, and none stands behind the last again."""
+    """Return the end of the last text, if all are long, occur in order, and none occurs again after that; else None."""
     at = end = begin
     for _, text in texts:
         at = rendered.find(text, end) if len(text) >= _LONG else -1
@@ -120,7 +121,7 @@ def _end_in_order(texts: Sequence[tuple[str, str]], rendered: str, begin: int) -
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """With a mark behind each text, in the order of ``texts_of``."""
+    """Return the messages with a mark after each text, numbered in the order of ``texts_of``."""
     mark = FIRST_MARK - 1
 
     def change(field: str, text: str) -> str:
@@ -134,13 +135,13 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _marked_ends(texts: Sequence[tuple[str, str]], rendered: str, marked: str) -> list[list[int]]:
-    """Of each text, the ends of its places in ``rendered``. Raises RowError if a mark changes more than itself."""
+    """Return the ends of all places of each text in ``rendered``. Raises RowError if marks change the rest of it."""
     if _MARKS.sub("", marked) != rendered or _MARKS.search(rendered):
         what = "the template changes with the last character of a text, or the row holds characters of private use"
         raise RowError(f"{what}: whether all of it is written is not known", fix="give a template that does not")
     ends: list[list[int]] = [[] for _ in texts]
-    for number, found in enumerate(_MARKS.finditer(marked)):
-        place, which = found.start() - number, ord(found[0]) - FIRST_MARK
+    for number, mark in enumerate(_MARKS.finditer(marked)):
+        place, which = mark.start() - number, ord(mark[0]) - FIRST_MARK
         if which < len(texts) and any(rendered.endswith(form, 0, place) for form in _forms(texts[which][1])):
             ends[which].append(place)
     return ends

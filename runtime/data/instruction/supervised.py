@@ -1,11 +1,11 @@
-"""Which tokens of a conversation are labels: those that the model would generate, where it would generate them.
+"""The rule for labels of a conversation: the tokens that the model would generate, after the context of generation.
 
-    C        the template on the messages before it, with the generation prompt     <|user|>hi<|assistant|>
-    R        the template on the messages up to it                                  <|user|>hi<|assistant|>yes<|end|>
-    ids      C as generation tokenizes it, then the answer by itself                <|user|>hi<|assistant|> + yes<|end|>
-    labels   the answer's tokens, through the one that ends it                                                yes<|end|>
+    C        the template on the messages before a turn, with the generation prompt <|user|>hi<|assistant|>
+    R        the template on the messages up to the turn                            <|user|>hi<|assistant|>yes<|end|>
+    ids      C as generation tokenizes it, then the answer tokenized separately     <|user|>hi<|assistant|> + yes<|end|>
+    labels   the answer's tokens, up to and including its end token                                          yes<|end|>
 
-Several turns are one sample only if each of their contexts is a prefix of its ids, and each answer stands in it.
+Several turns form one sample only if the ids of each turn are a prefix of the ids of the last.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import ne
 from typing import NamedTuple
 
 from planner.files.text import shorten
@@ -28,12 +29,12 @@ MERGED, OTHER, BEHIND = (
     "rows with other tokens than generation sees, of --border common",
     "messages behind the last of the assistant, left out",
 )
-MOST_AHEAD, _MOST = 1 << 18, 1 << 31  # characters of contexts: of rows that are written at once, of a row
-_TEXT = 64  # those that any text counts for
+MOST_AHEAD, _MOST = 1 << 18, 1 << 31  # most characters of contexts: of rows rendered together, of one row
+_TEXT = 64  # characters added to the size of each text, for its overhead
 
 
 class Sample(NamedTuple):
-    """``answers``: start and stop of the labels in ``ids``, one a turn. ``turn``: the first of them, from 0."""
+    """A sample. ``answers``: start and stop of labels in ``ids``, for each turn. ``turn``: its first turn, from 0."""
 
     ids: list[int]
     answers: list[tuple[int, int]]
@@ -42,10 +43,10 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Rule:
-    """``common``: where R does not begin with C, take their common prefix. ``ignored``: fields that may be dropped.
+    """The rule for labels. ``common``: if R does not begin with C, labels begin after their common prefix.
 
-    Owns ``counts`` of rows by what is to be reported, and of answers by their end token.
-    ``frames``: what the template wrote around the texts of earlier rows.
+    ``ignored``: fields that the template may drop. ``counts``: rows by the line of the report that counts them.
+    ``ends``: answers by end token. ``frames``: the template's text around the texts of earlier rows.
     """
 
     chat: ChatTokenizer
@@ -57,7 +58,7 @@ class Rule:
 
 
 def render_ahead(rows: Iterable[Turns], chat: ChatTokenizer) -> None:
-    """The texts of rows that are not large; those behind one that fails are rendered as they are written."""
+    """Render small rows together. If one fails, it and later ones are rendered one by one in ``Turns.write``."""
     small = [row for row in rows if row.size < MOST_AHEAD]
     rendered = chat.rendering.render_ahead((row.cases(row.talk.trained), row.talk.tools) for row in small)
     for row, texts in zip(small, rendered, strict=False):
@@ -65,7 +66,7 @@ def render_ahead(rows: Iterable[Turns], chat: ChatTokenizer) -> None:
 
 
 def encode_ahead(rows: Iterable[Turns], chat: ChatTokenizer) -> None:
-    """The ids of rows that are written: a call takes longer than to tokenize a short text."""
+    """Tokenize written rows together: a call takes longer than tokenizing a short text."""
     turns = [turn for row in rows for turn in row.turns if turn.is_behind]
     chat.encoded.fill(chain.from_iterable(turn.context for turn in turns))
     chat.answers.fill(turn.answer for turn in turns)
@@ -73,7 +74,7 @@ def encode_ahead(rows: Iterable[Turns], chat: ChatTokenizer) -> None:
 
 
 def joined(turns: Sequence[Sample]) -> list[Sample]:
-    """The last sample with the labels of all, if it holds each of the others where generation would have it."""
+    """Return one sample with the labels of all turns, if each turn is a prefix of the last; else one per turn."""
     if len(turns) < 2:
         return list(turns)
     last, answers = turns[-1].ids, [turn.answers[0] for turn in turns]
@@ -83,7 +84,7 @@ def joined(turns: Sequence[Sample]) -> list[Sample]:
 
 
 def pair_of(prompt: str, answer: str, end: int, rule: Rule) -> Turns:
-    """A prompt without a template, its answer, and the end token. Raises RowError."""
+    """Return the sample of a prompt without a template, its answer and the end token. Raises RowError."""
     _check_own(answer, "the answer", rule.chat)
     before = rule.chat.begun_ids(prompt)
     ids = [*before, *rule.chat.answers.of(answer), end]
@@ -92,9 +93,9 @@ def pair_of(prompt: str, answer: str, end: int, rule: Rule) -> Turns:
 
 
 class Turn(NamedTuple):
-    """A turn as texts: the parts of its context, the answer, and the end token to add, if the answer does not have it.
+    """A turn as texts. ``context``: in parts that are tokenized separately. ``end``: the end token that is to be added.
 
-    ``is_behind``: the answer stands behind the context; if not, it is all that the template writes.
+    ``is_behind``: R begins with C, and ``answer`` is the rest; otherwise ``answer`` is R.
     """
 
     context: list[str]
@@ -105,14 +106,14 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """The trained turns of a row: as texts, each checked, then as samples. Owns what is to be counted of its row.
+    """The trained turns of a row: first as checked texts, then as samples.
 
-    ``rendered``: the texts of ``cases``, if they were made with those of other rows. ``size``: of all texts, about.
-    ``given``: the sample of a row that needs no template.
+    ``rendered``: the texts of ``cases``, if rendered with other rows. ``size``: about the characters of all contexts.
+    ``ready``: the sample of a row without a template. ``told``: lines of the report that count this row.
     """
 
-    def __init__(self, talk: Conversation, rule: Rule, given: Sample | None = None) -> None:
-        self.given = given
+    def __init__(self, talk: Conversation, rule: Rule, ready: Sample | None = None) -> None:
+        self.ready = ready
         self.talk, self.rule, self.chat, self.turns = talk, rule, rule.chat, list[Turn]()
         self.told: set[str] = set()
         self.rendered: list[str] = []
@@ -120,7 +121,7 @@ class Turns:
         self._seen = talk.messages if talk.is_plain else [self.chat.seen(message) for message in talk.messages]
         self._said = [Said.of(message) for message in talk.messages]
         self._before = self._said
-        if not talk.is_plain:  # reasoning of an answer that is trained on has to stand in it, and may lack later on
+        if not talk.is_plain:  # later contexts may drop the reasoning of a trained answer, which is checked in its turn
             trained = set(talk.trained)
             self._before = [said.without_reasoning() if n in trained else said for n, said in enumerate(self._said)]
         self.size = sum([_TEXT + len(text) for said in self._said for _, text in said.texts])
@@ -130,34 +131,34 @@ class Turns:
             raise RowError(f"{what}, each with all that is before it", fix="split the row, or add --train-on last")
 
     def cases(self, numbers: Iterable[int]) -> list[Case]:
-        """The context of each of these messages, and the conversation up to it."""
+        """Return two cases for each of these messages: its context, and the conversation up to it."""
         each = ((self._seen[: n + is_whole], not is_whole) for n in numbers for is_whole in (False, True))
         return list(each)
 
     def write(self) -> None:
-        """The texts of all turns. Raises RowError."""
+        """Make and check the texts of all turns. Raises RowError."""
         for place, number in enumerate(self.talk.trained):
             self.turns.append(self._turn(number, self.rendered[2 * place : 2 * place + 2]))
 
     def samples(self) -> list[Sample]:
-        """Of turns that are written."""
-        found = [self._by_itself(turn) if turn.is_behind else self._other(turn) for turn in self.turns]
-        found += [] if self.given is None else [self.given]
+        """Return the samples of the written turns, and count the row."""
+        samples = [self._by_itself(turn) if turn.is_behind else self._other(turn) for turn in self.turns]
+        samples += [] if self.ready is None else [self.ready]
         if self.told:
             self.rule.counts.update(self.told)
         self.rule.counts[BEHIND] += self.talk.num_behind
-        for each in found:
-            self.rule.ends[each.ids[-1]] += 1
-        return joined(found)
+        for sample in samples:
+            self.rule.ends[sample.ids[-1]] += 1
+        return joined(samples)
 
     def context(self) -> list[int]:
-        """The ids in front of the first answer."""
-        return (
-            self.chat.ids(self.turns[0].context) if self.given is None else self.given.ids[: self.given.answers[0][0]]
-        )
+        """Return the ids before the first answer."""
+        if self.ready is None:
+            return self.chat.ids(self.turns[0].context)
+        return self.ready.ids[: self.ready.answers[0][0]]
 
     def _turn(self, number: int, rendered: Sequence[str]) -> Turn:
-        """The assistant's message ``number``. Raises RowError."""
+        """Return the turn of the assistant's message ``number``. Raises RowError."""
         before, said, where = self.talk.messages[:number], self._said[number], f"message {number}"
         for field_name, text in said.texts:
             _check_own(text, f"{where}, {field_name}", self.chat)
@@ -178,14 +179,13 @@ class Turns:
         return Sample(ids, [(len(before), len(ids))])
 
     def _other(self, turn: Turn) -> Sample:
-        """From where the tokens of both differ."""
-        seen, ids = self.chat.ids(turn.context), [*self.chat.ids(self.chat.cut(turn.answer)), *turn.end]
-        border = next((n for n, (a, b) in enumerate(zip(seen, ids, strict=False)) if a != b), min(len(seen), len(ids)))
+        """Return a sample of R, with labels from the first token that differs from C."""
+        context, ids = self.chat.ids(turn.context), [*self.chat.ids(self.chat.cut(turn.answer)), *turn.end]
         self.told.add(OTHER)
-        return Sample(ids, [(border, len(ids))])
+        return Sample(ids, [(_common_length(context, ids), len(ids))])
 
     def _check_context(self, before: list[Message], context: str, number: int) -> None:
-        """Raise RowError if a text of an earlier message stands neither here nor, of reasoning, in its own answer."""
+        """Raise RowError if the context lacks a text of an earlier message, except reasoning of a trained answer."""
 
         def render(marked: Sequence[Message]) -> str:
             return self._render([m | new for m, new in zip(before, marked, strict=True)], generates=True)
@@ -195,11 +195,11 @@ class Turns:
         if not self.talk.tools:
             return
         functions = [tool.get("function", tool) for tool in self.talk.tools]
-        told = [f.get(name) for f in functions if isinstance(f, dict) for name in ("name", "description")]
-        self._presence.require("tools", (text.strip() for text in told if isinstance(text, str)), context, where)
+        texts = [f.get(name) for f in functions if isinstance(f, dict) for name in ("name", "description")]
+        self._presence.require("tools", (text.strip() for text in texts if isinstance(text, str)), context, where)
 
     def _common(self, context: str, whole: str, where: str) -> int:
-        """The characters that both have. Raises RowError unless they were asked for."""
+        """Return the length of the common prefix. Raises RowError unless ``--border common`` allows it."""
         if not self.rule.common:
             raise RowError(
                 f"{where}: the template writes the answer behind another text than generation sees: "
@@ -208,24 +208,23 @@ class Turns:
                 fix="set what the template thinks with --template-args enable_thinking=…, give another template with "
                 "--chat-template, or take --border common: from where the two differ",
             )
-        pairs = enumerate(zip(context, whole, strict=False))
-        return next((n for n, (a, b) in pairs if a != b), min(len(context), len(whole)))
+        return _common_length(context, whole)
 
     def _end(self, before: list[Message], said: Said, whole: str, last: int) -> tuple[int, int | None]:
-        """Where the answer's text stops, and the end token to add, None if the text has it."""
-        found, behind, plain = self.chat.marker.search(whole, last), [], None
-        if not said.is_plain:  # markers of tool calls and reasoning end nothing
+        """Return the end of the answer in ``whole``, and the end token to add (None if the text has it)."""
+        marker, behind, plain = self.chat.marker.search(whole, last), [], None
+        if not said.is_plain:  # special tokens of tool calls and reasoning do not end an answer
             behind, plain = list(self.chat.marker.finditer(whole, last)), self._behind_probe(before, [])
             wanted = {text for text, i in self.chat.special.items() if i in self.chat.ends} | {plain}
-            found = next((m for m in behind if m[0] in wanted), None)
-        if found is not None:
-            return found.end(), None
+            marker = next((m for m in behind if m[0] in wanted), None)
+        if marker is not None:
+            return marker.end(), None
         followers = [{"role": "tool", "content": "y"}] if said.message.get("tool_calls") else []
         for follower in (*followers, {"role": "user", "content": "y"}):
             end = self.chat.special.get(self._behind_probe(before, [follower]) or "")
             if end in self.chat.ends:
                 return len(whole), end
-        if plain:  # quotation marks of arguments may be special tokens too: behind the last marker stands no text
+        if plain:  # special tokens may also quote arguments: the end is the first after which no text follows
             closing = next((m for m in behind if not self.chat.marker.sub("", whole[m.end() :]).strip()), None)
             if closing is not None:
                 return closing.end(), None
@@ -235,14 +234,14 @@ class Turns:
         return len(whole), self.chat.eos
 
     def _behind_probe(self, before: list[Message], after: list[Message]) -> str | None:
-        """The special token behind an answer of a text alone; None if there is none."""
+        """Return the special token that the template writes after a plain answer; None if there is none."""
         mark = chr(FIRST_MARK)
         try:
             text = self._render([*before, {"role": "assistant", "content": f"x{mark}"}, *after])
         except RowError:
             return None
-        found = self.chat.marker.search(text, text.rfind(mark) + 1)
-        return found[0] if found else None
+        marker = self.chat.marker.search(text, text.rfind(mark) + 1)
+        return marker[0] if marker else None
 
     def _render(self, messages: Sequence[Message], *, generates: bool = False) -> str:
         seen = {id(message): seen for message, seen in zip(self.talk.messages, self._seen, strict=True)}
@@ -252,7 +251,13 @@ class Turns:
         return self.chat.render_seen(cases, self.talk.tools)
 
 
+def _common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix."""
+    differences = (place for place, differs in enumerate(map(ne, one, other)) if differs)
+    return next(differences, min(len(one), len(other)))
+
+
 def _check_own(text: str, where: str, chat: ChatTokenizer) -> None:
-    if (found := chat.marker.search(text)) is not None:
-        what = f"{where} holds the special token {shorten(found[0], 60)}: as an answer, it would be trained on as such"
+    if (marker := chat.marker.search(text)) is not None:
+        what = f"{where} holds the special token {shorten(marker[0], 60)}: as an answer, it would be trained on as such"
         raise RowError(what, fix="take it out of the text")

@@ -1,10 +1,9 @@
-"""A chat template on messages, as transformers renders it, within limits of time and memory.
+"""Renders chat templates as transformers does, within limits of time and memory.
 
-What a template sees of a message (None left out, names of reasoning, plain types) is made once a message by the
-functions of transformers itself, and not again for each of the texts that hold it: rendering all turns of a
-conversation through `apply_chat_template` takes twice as long. Another release of transformers may prepare messages in
-another way, so a template that prints all it sees is rendered in both ways first, and if they differ, all are rendered
-through `apply_chat_template`.
+transformers prepares messages for a template: it drops None, adds names of reasoning and converts to plain types. Here
+its functions prepare each message once, not for every text that contains it: rendering all turns of a conversation
+through `apply_chat_template` takes twice as long. Since a release of transformers may prepare messages differently, a
+template that prints its whole input is first rendered in both ways. If the texts differ, `apply_chat_template` is used.
 """
 
 import os
@@ -22,7 +21,7 @@ from runtime.data.instruction.conversation import Message, is_plain
 from runtime.data.text.documents import RowError
 
 Case = tuple[Sequence[Message], bool]  # messages of `ChatTemplate.seen`, and whether the assistant's turn is begun
-_MOST_SECONDS, _MOST_BYTES = 10.0, 1 << 29  # of the texts of one turn: a template may loop, or write 'x' * 999999999
+_MOST_SECONDS, _MOST_BYTES = 10.0, 1 << 29  # limits of one call: a template may loop, or write 'x' * 999999999
 _SHOWS = "{{ messages | tojson }}{{ tools | tojson }}{{ documents }}{{ add_generation_prompt }}"
 _OF_DICTS = frozenset(dir(dict))
 _TOOLS = [{"type": "function", "function": {"name": "h", "parameters": {"i": None}}}]
@@ -36,7 +35,7 @@ _MESSAGES = [
 
 
 class ChatTemplate:
-    """``template``: the text or the name of one; None: the tokenizer's. ``strftime``: of the day that it sees."""
+    """A chat template. ``template``: its text or name; None: the tokenizer's. ``strftime``: formats the date."""
 
     def __init__(
         self, tokenizer: Any, template: str | None, arguments: Mapping[str, Any], strftime: Callable[[str], str]
@@ -47,19 +46,19 @@ class ChatTemplate:
         self._arguments = dict(arguments)
         self._plain = getattr(chat_template_utils, "_plain_template_data", lambda value: value)
         self._aliased = getattr(chat_template_utils, "_alias_reasoning_fields", lambda messages: messages)
-        # the only place through which the clock of a template can be set
+        # only the compiled template gives access to its clock
         self._compile = chat_template_utils._compile_jinja_template
         self._chosen: dict[bool, tuple[str, Any, dict[str, Any]]] = {}
         self._is_direct = self._sees_the_same()
 
     def seen(self, message: Message) -> Message:
-        """What a template sees of a message."""
+        """Return a message as the template sees it."""
         if not self._is_direct or is_plain(message):
             return message
         return self._aliased([self._plain({name: value for name, value in message.items() if value is not None})])[0]
 
     def render(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
-        """A text of each. Raises RowError if the template fails."""
+        """Return the text of each case. Raises RowError if the template fails or exceeds the limits."""
         try:
             return _limited(lambda: self._texts(cases, tools))
         except KeyboardInterrupt:
@@ -70,34 +69,37 @@ class ChatTemplate:
             fix = "correct the row, or choose another template with --chat-template"
             raise RowError(f"the chat template fails: {words}", fix=fix) from None
 
-    def render_ahead(self, asked: Iterable[tuple[Sequence[Case], list[Any] | None]]) -> list[list[str]]:
-        """The texts of many, up to the first that fails: to set limits takes longer than to render a short row."""
-        found: list[list[str]] = []
+    def render_ahead(self, rows: Iterable[tuple[Sequence[Case], list[Any] | None]]) -> list[list[str]]:
+        """Return the texts of many rows, up to the first that fails.
+
+        Rows share the limits: setting them takes longer than rendering a short row.
+        """
+        texts: list[list[str]] = []
 
         def render() -> list[str]:
-            for cases, tools in asked:
-                found.append(self._texts(cases, tools))
+            for cases, tools in rows:
+                texts.append(self._texts(cases, tools))
             return []
 
         with suppress(Exception):
             _limited(render)
-        return found
+        return texts
 
     def _texts(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
         if (tools is None) not in self._chosen:
             chosen = self._tokenizer.get_chat_template(self._template, tools)
             self._chosen[tools is None] = (chosen, *self._compiled(chosen))
         chosen, compiled, names = self._chosen[tools is None]
-        given = names | {"tools": self._plain(tools)}
+        names = names | {"tools": self._plain(tools)}
         return [
-            self._direct(compiled, given, seen, generates)
+            self._direct(compiled, names, seen, generates)
             if self._is_direct and seen
             else self._through(chosen, seen, tools, generates)
             for seen, generates in cases
         ]
 
     def _compiled(self, template: str) -> tuple[Any, dict[str, Any]]:
-        """With the names that it knows beside those of the conversation."""
+        """Return the compiled template and its variables, except those of a conversation."""
         compiled = self._compile(template)
         compiled.globals["strftime_now"] = self._strftime
         compiled.environment.getattr = partial(_attribute, compiled.environment)
@@ -105,9 +107,9 @@ class ChatTemplate:
         return compiled, {**compiled.globals, **self._plain(own), "documents": None}
 
     def _direct(self, compiled: Any, names: dict[str, Any], seen: Sequence[Message], generates: bool) -> str:
-        given = {**names, "messages": list(seen), "add_generation_prompt": generates}
+        names = {**names, "messages": list(seen), "add_generation_prompt": generates}
         environment = compiled.environment
-        context = environment.context_class(environment, given, compiled.name, compiled.blocks)
+        context = environment.context_class(environment, names, compiled.name, compiled.blocks)
         return environment.concat(compiled.root_render_func(context))
 
     def _through(self, template: str, messages: Sequence[Message], tools: list[Any] | None, generates: bool) -> str:
@@ -135,7 +137,7 @@ class ChatTemplate:
 
 
 def _attribute(environment: Any, obj: Any, attribute: str) -> Any:
-    """As the sandbox finds it, without the exception that the name of a field is no attribute of dicts."""
+    """Return an attribute as the sandbox does, but look up fields of dicts first, which saves an exception."""
     if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
         return obj[attribute]
     return type(environment).getattr(environment, obj, attribute)
@@ -143,12 +145,14 @@ def _attribute(environment: Any, obj: Any, attribute: str) -> Any:
 
 @lru_cache(1)
 def _statm(pid: int) -> int:
-    """The open file with the sizes of this process; to open it takes longer than to render a short row."""
+    """Return the open file with the memory sizes of process ``pid``: opening it takes longer than rendering."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _limited(render: Callable[[], list[str]]) -> list[str]:
-    """Raises MemoryError if the process takes ``_MOST_BYTES`` more; only on Linux. And TimeoutError, as ``_timed``."""
+    """Return the result of ``render``. Raises MemoryError beyond ``_MOST_BYTES`` (on Linux), and the TimeoutError of
+    ``_timed``.
+    """
     try:
         import resource
 
@@ -165,7 +169,7 @@ def _limited(render: Callable[[], list[str]]) -> list[str]:
 
 
 def _timed(render: Callable[[], list[str]]) -> list[str]:
-    """Raises TimeoutError if it takes longer than ``_MOST_SECONDS``; only in a main thread."""
+    """Return the result of ``render``. Raises TimeoutError after ``_MOST_SECONDS``, in the main thread only."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {_MOST_SECONDS:g} s")

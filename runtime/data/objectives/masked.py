@@ -6,14 +6,14 @@
     attention_mask    1      1    1     1  1     1         1       1    1     1           0
     sentence_order   1 if the second run of sentences came first in the text, otherwise 0
 
-A and B are consecutive runs of sentences of one document, swapped with probability 1/2. A model that has neither
-segments nor an order reads one run of text, ``[class] text [separator]``. Each epoch has new masks, cuts and swaps.
+The two segments are consecutive runs of sentences of one document, swapped with probability 1/2. A model that reads
+neither segments nor an order gets one run of text, ``[class] text [separator]``. Each epoch has new masks, cuts, swaps.
 
 The masked words of a sample and their replacements (Devlin et al. 2018; n-grams: Joshi et al. 2019):
 
-    n-gram   1 .. ngram words in a row, n drawn with probability ∝ 1/n, its first word uniformly
-    until    ``share`` of the tokens is chosen; the n-gram that does not fit whole is taken with the probability of the
-             part that fits, and is the last: so the share holds on average, and long words are chosen too
+    n-gram   1 .. ngram consecutive words, n drawn with probability ∝ 1/n, the first word uniformly
+    until    ``share`` of the tokens is chosen; an n-gram that exceeds the rest is the last, and taken with probability
+             rest / size: the share holds in expectation, and long words are chosen too
     word     80 % become the mask, 10 % random ids, 10 % stay
 
 The replacement is drawn once for all tokens of a word: half a word next to its masked half would reveal it, most of
@@ -47,7 +47,10 @@ PAIRED_ROLES = frozenset({"segments", "sentence_order"})
 
 
 def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles, within: Within = ALL) -> Objective:
-    """Samples for a model that reads ``roles``: pairs if segments or sentence_order are among them."""
+    """Return samples for a model that reads ``roles``: pairs if segments or sentence_order are among them.
+
+    Raises PlanError if the tokens make none, or for several lengths.
+    """
     if within != ALL:
         fix = "write one length under inputs, or call runtime.Engine with batches of your own"
         raise PlanError("objective: masked makes sequences of one length", where="data.objective", fix=fix)
@@ -55,10 +58,10 @@ def masked(tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles,
 
 
 class MaskedWords:
-    """Samples of ``length`` tokens. Owns the windows of the text, and nothing that changes.
+    """Samples of ``length`` tokens with masked words. Owns the windows of the text; stateless.
 
-    ``is_paired``: of two runs of sentences, else of one. Raises PlanError for special ids that the tokens lack, and for
-    a text or a length too short for one sample.
+    ``is_paired``: two runs of sentences, else one run of text. Raises PlanError if the tokenization lacks special ids,
+    and for a text or a length too short for one sample.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class MaskedWords:
         special = tokens.tokenization.special
         _check(tokens, length, self._capacity)
         self._class, self._separator, self._mask, self._padding = (special[name] for name in NEEDED)
-        self._ids, self._marks = np.asarray(tokens.ids), np.asarray(tokens.marks)  # views: a map's own are slow to make
+        self._ids, self._marks = np.asarray(tokens.ids), np.asarray(tokens.marks)  # slicing a memmap itself is slow
         self._random = RandomIds(tokens.tokenization.vocabulary_size, list(special.values()))
         self.windows = (sentence_windows if is_paired else plain_windows)(tokens, self._capacity)
         if not len(self.windows):
@@ -88,16 +91,16 @@ class MaskedWords:
 
     @property
     def num_samples(self) -> int:
-        """Of one epoch."""
+        """Number of samples in an epoch."""
         return len(self.windows)
 
     @property
     def _capacity(self) -> int:
-        """Tokens of text in a sample."""
+        """Number of tokens of text in a sample."""
         return self.length - (3 if self.is_paired else 2)
 
     def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
-        """Role → int64 [length], and [] for sentence_order, which is there for pairs alone."""
+        """Return role → int64 [length]; pairs also have sentence_order: []."""
         draw = np.random.default_rng([self.seed, epoch, index])
         begin, stop = self.windows[index].tolist()
         first, second, is_swapped = self._runs(begin, stop, draw)
@@ -106,13 +109,13 @@ class MaskedWords:
         hidden = hide(text, bounds, chosen, self._mask, self._random, draw)
         labels = np.where(np.repeat(chosen, np.diff(bounds)), text, NOTHING)
         border = int(bounds[segments[1]]) if second is not None else len(text)
-        found = self._laid_out(hidden, labels, border)
+        roles = self._laid_out(hidden, labels, border)
         if self.is_paired:
-            found["sentence_order"] = np.array(int(is_swapped), dtype=np.int64)
-        return found
+            roles["sentence_order"] = np.array(int(is_swapped), dtype=np.int64)
+        return roles
 
     def _runs(self, begin: int, stop: int, draw: Generator) -> tuple[slice, slice | None, bool]:
-        """The one or two runs of text of a sample, in their order there, and whether that is not the text's."""
+        """Return the one or two runs of text of a sample, in its order, and whether they are swapped."""
         if not self.is_paired:
             return slice(begin, stop), None, False
         inner = inner_sentences(self._marks, begin, stop)
@@ -122,9 +125,9 @@ class MaskedWords:
         return (second, first, True) if draw.random() < 0.5 else (first, second, False)
 
     def _words(self, runs: list[slice]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Of all runs: the text (int64 [tokens]), the bounds of its words [words + 1], and the first word of each run.
+        """Return the text of all runs (int64 [tokens]), the bounds of words [words + 1] and the first word of each run.
 
-        A word that the edge of a window cuts counts as far as it lies inside.
+        The part of a word inside a window counts as a word.
         """
         texts, bounds, segments, at = [], [], [], 0
         for run in runs:
@@ -136,7 +139,7 @@ class MaskedWords:
         return np.concatenate(texts), np.concatenate([*bounds, np.array([at])]), segments
 
     def _laid_out(self, text: np.ndarray, labels: np.ndarray, border: int) -> dict[str, np.ndarray]:
-        """Special tokens and padding around the text; ``border``: tokens of the first run."""
+        """Return all roles, with special tokens and padding around the text. ``border``: tokens of the first run."""
         tokens = np.full(self.length, self._padding, dtype=np.int64)
         counted = np.full(self.length, NOTHING, dtype=np.int64)
         segments = np.zeros(self.length, dtype=np.int64)
@@ -160,7 +163,7 @@ class MaskedWords:
 
 
 def _shortened(before: int, after: int, most: int) -> tuple[int, int]:
-    """Two runs shortened to ``most`` together, the longer one first. They keep the tokens at their border."""
+    """Return the sizes of two runs shortened to ``most`` together: the longer run loses tokens first."""
     half = min(before, after, most // 2)
     return (half, min(after, most - half)) if before <= after else (min(before, most - half), half)
 
@@ -188,7 +191,7 @@ MASKED, RANDOM = 0.8, 0.1  # the rest stays
 
 
 def choose_words(bounds: np.ndarray, segments: Sequence[int], share: float, ngram: int, draw: Generator) -> np.ndarray:
-    """The chosen words, bool [words], at least one. ``bounds`` [words + 1]: the begin of each word, and the end.
+    """Return whether each word is chosen, bool [words], at least one. ``bounds`` [words + 1]: word starts, and the end.
 
     ``segments``: the first word of each segment; no n-gram crosses into the next one.
     """
@@ -216,7 +219,7 @@ def choose_words(bounds: np.ndarray, segments: Sequence[int], share: float, ngra
 def hide(
     text: np.ndarray, bounds: np.ndarray, chosen: np.ndarray, mask: int, others: RandomIds, draw: Generator
 ) -> np.ndarray:
-    """``text`` (int64 [tokens]) with its chosen words replaced; some of them stay readable."""
+    """Return ``text`` (int64 [tokens]) with the chosen words masked, replaced or kept. ``others``: random ids."""
     fate = draw.random(len(chosen))
     sizes = np.diff(bounds)
     masked = np.repeat(chosen & (fate < MASKED), sizes)
@@ -229,20 +232,20 @@ def hide(
 
 @cache
 def _up_to(ngram: int) -> np.ndarray:
-    """The probability of at most 1 .. ngram - 1 words, if the probability of n words is ∝ 1/n."""
+    """Return the probability of at most 1 .. ngram - 1 words, if the probability of n words is ∝ 1/n."""
     shares = np.cumsum(1 / np.arange(1, ngram + 1))
     return shares[:-1] / shares[-1]
 
 
 class RandomIds:
-    """Ids below ``vocabulary_size`` without the special ones, each as likely."""
+    """Uniformly distributed ids below ``vocabulary_size`` without the special ones."""
 
     def __init__(self, vocabulary_size: int, special: Sequence[int]) -> None:
         self.special = sorted({i for i in special if i < vocabulary_size})
         self.count = vocabulary_size - len(self.special)
 
     def drawn(self, size: int, draw: Generator) -> np.ndarray:
-        """int64 [size]."""
+        """Return random ids, int64 [size]."""
         ids = draw.integers(self.count, size=size)
         for special in self.special:  # ascending: each moves the ids at or above it up by one
             ids += ids >= special

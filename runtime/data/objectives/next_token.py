@@ -1,25 +1,25 @@
-"""Each token from those before it: windows of a text, one after another.
+"""Next-token prediction: consecutive windows of a text, or whole documents.
 
-    packing      | window 0 | window 1 | window 2 |      over the ends of documents; a remainder at the end is dropped
-    documents    | document 0 | document 1 | document 2 |    whole, each as if alone
+    packing      | window 0 | window 1 | window 2 |      across documents; a remainder at the end is dropped
+    documents    | document 0 | document 1 | document 2 |    whole documents in one sequence, each as if alone
     no packing   | document 0 ··|·· | document 1 |··     inside documents; the last window of each is padded
-    pairs        [chosen 0 ··, rejected 0 ···] …         two samples of a row, side by side
+    pairs        [chosen 0 ··, rejected 0 ···] …         the two samples of a row, stacked
 
-Without packing, samples with labels, and documents that are not to be cut, have a sequence each.
+Without packing, each sample with labels, and each document that must not be cut, has its own sequence.
 
 Window i begins at the end of window i - 1; its next tokens reach one further, so that every token except the first is
 predicted once.
 
-Of documents side by side in a sequence, positions and labels begin again:
+With packed documents, positions and labels restart in each document:
 
     tokens       a b c d | x y | p q r | …padding      length 12
     positions    0 1 2 3   0 1   0 1 2   0 1 2
     documents    0 0 0 0   1 1   2 2 2   3 3 3
-    next_tokens  b c d .   y .   q r .   . . .         . counts nowhere
-    labels       . b c d   . y   . q r   . . .         shifted in the model: a document's first belongs to no token
+    next_tokens  b c d .   y .   q r .   . . .         . does not count in the loss
+    labels       . b c d   . y   . q r   . . .         for a model that shifts labels: no token predicts a first one
 
-Within a block of pieces (runtime.data.objectives.samples) the longest goes first, each into the sequence with the least
-room that takes it (best fit, decreasing): the order depends on nothing but the sizes.
+Packing is best fit decreasing within each block of pieces (runtime.data.objectives.samples): the longest piece first,
+each into the sequence with the least sufficient room. The result depends only on the sizes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,13 +42,16 @@ from runtime.data.objectives.samples import (
 )
 from runtime.data.tokens import Tokens
 
-BLOCK = 4096  # pieces that are sorted together: neighbours in the text stay near each other
+BLOCK = 4096  # pieces that are packed together: neighbours in the text stay near each other
 
 
 def next_token(
     tokens: Tokens, length: int, data: DataSpec, seed: int, roles: Roles = NO_ROLES, within: Within = ALL
 ) -> Objective:
-    """Windows of ``length``. Raises PlanError if the tokens make none."""
+    """Return samples of ``length`` tokens by ``data.packing`` and ``data.overlong``.
+
+    Raises PlanError if the tokens make none, or if packing contradicts the samples or the lengths.
+    """
     if tokens.is_paired and (data.packing or within != ALL):
         what = f"{tokens.source} has pairs of samples, one pair in a row of one length"
         raise PlanError(what, where="data.packing", fix="set packing: false, and one length under inputs")
@@ -60,28 +63,28 @@ def next_token(
         what = f"packing: true runs on over the ends of samples, and {tokens.source} has samples with labels"
         raise PlanError(what, where="data.packing", fix="set packing: documents or false")
     if tokens.is_paired:
-        found = Pairs(tokens, length, data)
+        objective = Pairs(tokens, length, data)
     elif data.packing == "documents":
         check_packed(roles)
-        found = PackedDocuments(tokens, length, data, within, roles)
+        objective = PackedDocuments(tokens, length, data, within, roles)
     elif data.packing:
-        found = Packed(tokens, length)
+        objective = Packed(tokens, length)
     elif not tokens.is_supervised and data.overlong == "cut":
-        found = Alone(windows_of(tokens, length, within), length)
+        objective = Alone(windows_of(tokens, length, within), length)
     else:
-        found = Alone(pieces_of(tokens, length, data.overlong, within), length)
-    if not found.num_samples:
+        objective = Alone(pieces_of(tokens, length, data.overlong, within), length)
+    if not objective.num_samples:
         unit = "bytes" if tokens.tokenization.name == "bytes" else "tokens"
-        held, least = f"{len(tokens.ids)} {unit}", length + 1
+        size, least = f"{len(tokens.ids)} {unit}", length + 1
         if data.packing is not True:
-            held, least = f"{int(within.of(tokens)[1].max(initial=0))} {unit} in its longest document", 2
-        what = f"{tokens.source} holds {held}, a sequence takes {least}"
+            size, least = f"{int(within.of(tokens)[1].max(initial=0))} {unit} in its longest document", 2
+        what = f"{tokens.source} holds {size}, a sequence takes {least}"
         raise PlanError(what, where="--data", fix="give a longer text or a shorter inputs shape")
-    return found
+    return objective
 
 
 class Alone:
-    """One piece a sequence, or one window of a document with the token behind it."""
+    """Sequences with one piece each: a document, or a window of one with the next token."""
 
     def __init__(self, pieces: Pieces, length: int) -> None:
         self.pieces, self.length, self.num_samples, self.told = pieces, length, len(pieces), pieces.told
@@ -93,7 +96,7 @@ class Alone:
 
 
 class Pairs(Alone):
-    """Two samples a sequence, chosen and rejected: roles [2, length]. One that is left out takes its other along."""
+    """Pairs of samples, chosen and rejected: roles [2, length]. If one of a pair is left out, so is the other."""
 
     def __init__(self, tokens: Tokens, length: int, data: DataSpec) -> None:
         pieces = pieces_of(tokens, length, data.overlong)
@@ -108,7 +111,7 @@ class Pairs(Alone):
 
 
 class Packed:
-    """Windows that run on over the ends of documents."""
+    """Consecutive windows of the whole text, across documents."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
         self.tokens, self.length = tokens, length
@@ -122,7 +125,7 @@ class Packed:
 def padded(
     window: np.ndarray, length: int, padding: int, is_label: np.ndarray | Literal[True] = True
 ) -> dict[str, np.ndarray]:
-    """The roles of a window [up to length + 1], padded; padding counts nowhere."""
+    """Return the roles [length] of a window [up to length + 1], padded; padding does not count in the loss."""
     tokens, labels = np.full(length + 1, padding), np.full(length + 1, NOTHING)
     tokens[: len(window)] = window
     labels[: len(window)] = np.where(is_label, window, NOTHING)
@@ -137,11 +140,10 @@ def padded(
 
 
 class PackedDocuments:
-    """Sequences of ``length``. Owns the pieces of documents in the order of the sequences, and where each sequence ends
-    in it.
+    """Sequences of whole documents. Owns the pieces in the order of the sequences, and the end of each sequence in it.
 
-    A document of one token asks for nothing, and is left out. ``roles``: with a mask of documents, or their ends: of
-    at most as many documents as these have place for.
+    Documents of one token are left out: nothing is predicted in them. ``roles``: the shape of ``cu_seqlens`` limits
+    the number of documents in a sequence.
     """
 
     def __init__(
@@ -149,14 +151,14 @@ class PackedDocuments:
     ) -> None:
         self.tokens, self.length, self._roles = tokens, length, roles
         pieces = pieces_of(tokens, length, data.overlong, within)
-        most = roles["cu_seqlens"][0] - 2 if "cu_seqlens" in roles else length  # the start, and the padding's end
+        most = roles["cu_seqlens"][0] - 2 if "cu_seqlens" in roles else length  # without 0 and the end of padding
         order, self._bounds = fill(pieces.sizes, length, most)
         self.pieces, self.told = pieces.taken(order), pieces.told
         self._padding = tokens.tokenization.padding
 
     @property
     def num_samples(self) -> int:
-        """Of one epoch."""
+        """Number of samples in an epoch."""
         return len(self._bounds)
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
@@ -168,32 +170,35 @@ class PackedDocuments:
 def packed(
     pieces: Sequence[tuple[np.ndarray, np.ndarray]], length: int, padding: int, roles: Roles
 ) -> dict[str, np.ndarray]:
-    """The roles of a sequence. ``pieces``: ids and whether each is a label. ``roles``: which large ones are read."""
-    found: dict[str, np.ndarray] = {role: np.full(length, NOTHING) for role in ("next_tokens", "labels")}
-    found["tokens"] = np.full(length, padding)
+    """Return the roles of a sequence, int64 [length] each. ``pieces``: ids, and whether each is a label.
+
+    ``roles``: of document_mask [1, length, length] and cu_seqlens, those that the model reads.
+    """
+    arrays: dict[str, np.ndarray] = {role: np.full(length, NOTHING) for role in ("next_tokens", "labels")}
+    arrays["tokens"] = np.full(length, padding)
     for role in ("positions", "segments", "attention_mask"):
-        found[role] = np.zeros(length, np.int64)
-    found["documents"], at = np.full(length, len(pieces)), 0
+        arrays[role] = np.zeros(length, np.int64)
+    arrays["documents"], at = np.full(length, len(pieces)), 0
     for number, (ids, is_label) in enumerate(pieces):
         stop, labels = at + len(ids), np.where(is_label, ids, NOTHING)[1:]
-        found["tokens"][at:stop], found["labels"][at + 1 : stop] = ids, labels
-        found["next_tokens"][at : stop - 1] = labels
-        found["positions"][at:stop], found["documents"][at:stop] = np.arange(len(ids)), number
-        found["attention_mask"][at:stop] = 1
+        arrays["tokens"][at:stop], arrays["labels"][at + 1 : stop] = ids, labels
+        arrays["next_tokens"][at : stop - 1] = labels
+        arrays["positions"][at:stop], arrays["documents"][at:stop] = np.arange(len(ids)), number
+        arrays["attention_mask"][at:stop] = 1
         at = stop
-    found["positions"][at:] = np.arange(length - at)
-    documents = found["documents"]
+    arrays["positions"][at:] = np.arange(length - at)
+    documents = arrays["documents"]
     if "document_mask" in roles:
-        found["document_mask"] = np.tril(documents[:, None] == documents[None, :])[None]
+        arrays["document_mask"] = np.tril(documents[:, None] == documents[None, :])[None]
     if "cu_seqlens" in roles:
         ends = np.flatnonzero(np.diff(documents)) + 1
-        found["cu_seqlens"] = np.full(roles["cu_seqlens"], length)
-        found["cu_seqlens"][: len(ends) + 1] = [0, *ends]
-    return found
+        arrays["cu_seqlens"] = np.full(roles["cu_seqlens"], length)
+        arrays["cu_seqlens"][: len(ends) + 1] = [0, *ends]
+    return arrays
 
 
 def check_packed(roles: Roles) -> None:
-    """Raise PlanError for roles that do not name documents."""
+    """Raise PlanError for roles that cannot express packed documents."""
     if "cu_seqlens" in roles and roles["cu_seqlens"][0] < 3:
         what = f"cu_seqlens has {roles['cu_seqlens'][0]} numbers: none is left for the end of a document"
         raise PlanError(what, where="inputs", fix="give it two more than documents in a sequence, at most")
@@ -207,10 +212,10 @@ def check_packed(roles: Roles) -> None:
 
 
 def fill(sizes: np.ndarray, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """``sizes`` [pieces], each at most ``length``; ``most``: pieces of a sequence.
+    """Pack pieces of ``sizes`` [pieces], each at most ``length``, into sequences of at most ``most`` pieces.
 
-    Returns the pieces in the order of the sequences [pieces], and the end of each sequence in it [sequences]; within a
-    sequence they are in the order of the text.
+    Returns the pieces in the order of the sequences, int64 [pieces], and the end of each sequence in it, int64
+    [sequences]. Pieces of a sequence are in the order of the text.
     """
     order: list[int] = []
     ends: list[int] = []

@@ -1,18 +1,18 @@
-"""Samples by number, the interface of objectives; a sample with one number is always the same.
+"""The interface of objectives: samples by number, as pure functions; pieces and windows of documents.
 
 Documents become pieces of at most a sequence: whole, cut, or left out (``data.overlong``).
 
-text, cut      | a b c d | e f g |             one piece behind the other
-sample, cut    | ^ … p q | A B C $ |           of samples with labels A B C $: context is cut away from the left, but
-                 ^ p q A B C $                 for the token ^ that begins a text; then the end of the answer
+text, cut      | a b c d | e f g |             consecutive pieces
+sample, cut    | ^ … p q | A B C $ |           with labels A B C $: first context is cut from the left, except the
+                 ^ p q A B C $                 begin token ^; then the answer is cut from the right
 
-A sample is a run of sentences for pairs, a plain window otherwise; always of one document:
+A window of masked words lies inside one document: a run of sentences for pairs, otherwise any tokens.
 
     sentences   | a  | b | c   | d | e  |        windows of at most 12 tokens:  a b | c d | d e
-    window      a run of whole sentences as long as fits, two at least; the next one begins at its end
+    window      as many whole sentences as fit, at least two; the next window begins at its end
 
-A sentence that is left alone at the end of a document takes the one before it along once more. A document of one
-sentence is left out: there is no pair.
+A single sentence that remains at the end of a document forms a window with the previous one, which then occurs twice.
+A document of one sentence is left out: it has no pair.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from passes.errors import PlanError
 from planner.spec.inputs import DataSpec
 from runtime.data.tokens import LABEL, SENTENCE, Tokens
 
-NOTHING = -100  # the label of a position that does not count: cross entropy ignores it by default
+NOTHING = -100  # the label of a position that does not count: cross entropy's default ignore_index
 NO_ROLES: Mapping[str, tuple[int, ...]] = {}
-Roles = Mapping[str, tuple[int, ...]]  # that the model reads → the shape of its input
+Roles = Mapping[str, tuple[int, ...]]  # role that the model reads → the shape of its input
 _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """``starts``, ``sizes``: int64 [pieces]. ``heads``: where the token stands that comes before a piece's other
-    tokens, -1 for none. ``told``: what was cut or left out; empty if nothing was.
+    """Pieces of documents: ``starts``, ``sizes``, ``heads``, int64 [pieces].
+
+    ``heads``: the place of a begin token that replaces the first tokens of a piece, -1 for none. ``told``: a line about
+    documents that were cut or left out; empty if none was.
     """
 
     tokens: Tokens
@@ -52,7 +54,7 @@ class Pieces:
         return replace(self, starts=self.starts[order], sizes=self.sizes[order], heads=self.heads[order])
 
     def of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """``ids`` (int64) and whether each is a label (bool)."""
+        """Return the ids of a piece (int64) and whether each is a label (bool), both [size]."""
         start, size, head = int(self.starts[number]), int(self.sizes[number]), int(self.heads[number])
         places = np.arange(start, start + size)
         if head >= 0:
@@ -63,13 +65,13 @@ class Pieces:
 
 
 class Within(NamedTuple):
-    """Sizes of documents: more than ``above`` tokens, and at most ``most`` of them (None: any number)."""
+    """A range of document sizes: more than ``above`` tokens, and at most ``most`` (None: no limit)."""
 
     above: int = 0
     most: int | None = None
 
     def of(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-        """Starts and sizes (int64 [documents]) of those documents."""
+        """Return starts and sizes, int64 [documents], of the documents in this range."""
         ends, sizes = np.asarray(tokens.ends), np.diff(tokens.ends, prepend=0)
         if self == ALL:
             return ends - sizes, sizes
@@ -81,25 +83,28 @@ ALL = Within()
 
 
 class Objective(Protocol):
-    """``num_samples``: of one epoch."""
+    """Samples by number. ``num_samples``: of one epoch."""
 
     @property
     def num_samples(self) -> int: ...
 
     def sample(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
-        """Role -> int64 [length], or [] for one number a sequence: a pure function of (seed, epoch, index).
+        """Return role -> int64 [length], or [] for one number per sequence: a pure function of (seed, epoch, index).
 
-        The roles are those of ``planner.spec.inputs.ROLES``; an objective gives the ones that it has.
+        The roles are a subset of ``planner.spec.inputs.ROLES``.
         """
         ...
 
 
-# of tokens, length, section, seed, roles, and sizes of documents; raises PlanError
+# (tokens, length, data section, seed, roles, sizes of documents); raises PlanError
 Make = Callable[[Tokens, int, DataSpec, int, Roles, Within], Objective]
 
 
 def pieces_of(tokens: Tokens, length: int, overlong: str, within: Within = ALL) -> Pieces:
-    """Of the documents with a size ``within``. Raises PlanError for one that is longer if ``overlong`` is refuse."""
+    """Return pieces of at most ``length`` tokens, of the documents with a size ``within``.
+
+    Raises PlanError for a longer document if ``overlong`` is refuse.
+    """
     starts, sizes = within.of(tokens)
     is_long = sizes > length
     if not is_long.any():
@@ -121,34 +126,34 @@ def pieces_of(tokens: Tokens, length: int, overlong: str, within: Within = ALL) 
 
 
 def windows_of(tokens: Tokens, length: int, within: Within = ALL) -> Pieces:
-    """Windows that lie end to end in each document, each with the token behind it: at most ``length`` + 1 tokens."""
+    """Return consecutive windows of each document, each with the next token: at most ``length`` + 1 tokens."""
     starts, sizes = within.of(tokens)
     begins, sizes = _parts(starts, np.maximum(sizes - 1, 0), length)
     return _whole(tokens, begins, sizes + 1)
 
 
 def counts_of(tokens: Tokens, length: int) -> str:
-    """What ``overlong: cut`` would do at this length."""
+    """Return a line about the documents that ``overlong: cut`` would cut at this length."""
     return pieces_of(tokens, length, "cut").told or f"none of {len(tokens.ends):,} is longer than {length:,} tokens"
 
 
 def _whole(tokens: Tokens, starts: np.ndarray, sizes: np.ndarray) -> Pieces:
-    """A document of one token asks for nothing."""
+    """Return each document as a piece; those of one token are left out: nothing is predicted in them."""
     starts, sizes = starts[sizes > 1], sizes[sizes > 1]
     return Pieces(tokens, starts, sizes, np.full(len(starts), -1))
 
 
 def _parts(starts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and sizes of pieces of at most ``length`` tokens."""
+    """Return starts and sizes of consecutive pieces of at most ``length`` tokens."""
     counts = -(-sizes // length)
-    number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
+    number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # index in the document
     begins = np.repeat(starts, counts) + number * length
     return begins, np.minimum(np.repeat(starts + sizes, counts) - begins, length)
 
 
 def _cut_samples(tokens: Tokens, starts: np.ndarray, sizes: np.ndarray, length: int) -> Pieces:
     begin = tokens.tokenization.special.get("begin")
-    found, heads = starts.copy(), np.full(len(starts), -1)
+    begins, heads = starts.copy(), np.full(len(starts), -1)
     context = lost = 0
     for number in np.flatnonzero(sizes > length).tolist():
         start, size = int(starts[number]), int(sizes[number])
@@ -157,12 +162,12 @@ def _cut_samples(tokens: Tokens, starts: np.ndarray, sizes: np.ndarray, length: 
         removed = max(0, min(size - length, first - 1))
         if removed and int(tokens.ids[start]) == begin:
             heads[number] = start
-            found[number] += 1  # of the context behind the begin token, the left is cut away
-        found[number] += removed
+            begins[number] += 1  # the begin token stays: one more token is removed after it
+        begins[number] += removed
         context += removed
         lost += int(np.count_nonzero(labels >= removed + length))
     kept = np.minimum(sizes, length)
-    pieces = Pieces(tokens, found, kept, heads)
+    pieces = Pieces(tokens, begins, kept, heads)
     is_used = np.array([n <= length or pieces.of(i)[1][1:].any() for i, n in enumerate(sizes.tolist())], bool)
     told = f"{_long(tokens, sizes, length)}: {context:,} tokens of context cut away, {lost:,} labels"
     if not is_used.all():
@@ -178,32 +183,32 @@ def _long(tokens: Tokens, sizes: np.ndarray, length: int) -> str:
 
 
 def sentence_windows(tokens: Tokens, most: int, at_once: int = _AT_ONCE) -> np.ndarray:
-    """Runs of two sentences or more, of at most ``most`` tokens; longer only if two sentences alone are too long.
-    Their begins and stops, in the order of the text: int64 [windows, 2].
+    """Return begins and stops of runs of two or more sentences, in the order of the text: int64 [windows, 2].
 
-    ``at_once``: tokens looked at together, more in a longer document; a text may be larger than the memory.
+    A window has at most ``most`` tokens, unless two sentences alone are longer. ``at_once``: number of tokens that are
+    read at a time (more for a longer document): a text may be larger than memory.
     """
     heads, tails = documents(tokens)
     cuts = np.flatnonzero(np.diff(heads // at_once)) + 1
     groups = zip(np.split(heads, cuts), np.split(tails, cuts), strict=True) if len(heads) else ()
-    found = [_runs(np.asarray(tokens.marks[h[0] : t[-1]]), h, t, most) for h, t in groups]
-    return np.concatenate([np.zeros((0, 2), dtype=np.int64), *(np.stack(runs, 1) for runs in found)])
+    windows = [np.stack(_runs(np.asarray(tokens.marks[h[0] : t[-1]]), h, t, most), 1) for h, t in groups]
+    return np.concatenate([np.zeros((0, 2), dtype=np.int64), *windows])
 
 
 def plain_windows(tokens: Tokens, most: int) -> np.ndarray:
-    """Windows of ``most`` tokens, end to end in each document; int64 [windows, 2], their begins and stops."""
+    """Return begins and stops of consecutive windows of ``most`` tokens in each document: int64 [windows, 2]."""
     heads, tails = documents(tokens)
     begins, sizes = _parts(heads, tails - heads, most)
     return np.stack([begins, begins + sizes], 1)
 
 
 def inner_sentences(marks: np.ndarray, begin: int, stop: int) -> np.ndarray:
-    """The begins of the sentences of [begin, stop) after the first, int64 [sentences - 1]."""
+    """Return the begins of the sentences of [begin, stop) except the first, int64 [sentences - 1]."""
     return np.flatnonzero(marks[begin + 1 : stop] & SENTENCE) + begin + 1
 
 
 def documents(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """The begins and stops of the documents that have tokens, without end tokens; both int64 [documents]."""
+    """Return begins and stops of the documents that have tokens, without end tokens: both int64 [documents]."""
     stops = np.asarray(tokens.ends, dtype=np.int64)
     heads = np.concatenate([np.zeros(1, dtype=np.int64), stops])[:-1]
     filled = stops > heads
@@ -215,12 +220,12 @@ def documents(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _runs(marks: np.ndarray, heads: np.ndarray, tails: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of the windows of adjacent documents with these marks; int64 [windows] each."""
+    """Return starts and stops of the windows of adjacent documents with these marks: both int64 [windows]."""
     starts = np.union1d(np.flatnonzero(marks & SENTENCE) + heads[0], heads)
     document = np.searchsorted(heads, starts, side="right") - 1
     is_inside = starts < tails[document]  # an end token may be marked too
     starts, document = starts[is_inside], document[is_inside]
-    last = np.searchsorted(starts, tails[document])  # the number of the first sentence behind the document
+    last = np.searchsorted(starts, tails[document])  # index of the first sentence after the document
     edges = np.append(starts, tails[-1])
     fitting = np.searchsorted(edges, starts + most, side="right") - 1
     stop = np.minimum(np.maximum(fitting, np.arange(len(starts)) + 2), last)
@@ -230,13 +235,13 @@ def _runs(marks: np.ndarray, heads: np.ndarray, tails: np.ndarray, most: int) ->
 
 
 def _walk(stop: list[int], document: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """First sentence of each window, and the one behind its last: from window to window through the text."""
+    """Return the first sentence of each window, and the sentence after its last one."""
     begins, stops, at = [], [], 0
     while at < len(stop):
         if stop[at] - at >= 2:
             begins.append(at)
             stops.append(stop[at])
-        elif at and document[at - 1] == document[at]:  # alone at the end
+        elif at and document[at - 1] == document[at]:  # a single sentence remains at the end of the document
             begins.append(at - 1)
             stops.append(stop[at])
         at = stop[at]

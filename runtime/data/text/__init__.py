@@ -1,1 +1,1 @@
-"""Text becomes token ids: splits it into documents and tokens, and marks the begins of words and sentences."""
+"""Text becomes token ids: splits it into documents and tokens, and marks the starts of words and sentences."""

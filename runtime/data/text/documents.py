@@ -1,9 +1,7 @@
-"""Files become documents: each file one, or each line, each paragraph, or a field of each line's JSON object.
+"""Files become documents: one for each file, line, paragraph or row.
 
-A document longer than a part comes in several: nothing here holds a whole file.
-
-The files that a source names, in an order that does not change, and the rows of JSON lines, parquet files and
-directories of the library ``datasets``, one after another.
+Rows come from JSON lines, parquet files and directories of the library ``datasets``. Files are read in parts, and long
+documents are yielded in several: no file is held in memory as a whole. The order of files is deterministic.
 """
 
 import json
@@ -18,9 +16,9 @@ from planner.files.text import MIB, is_directory, is_file, opened, shorten
 from runtime.data.tokens import TextPart
 
 PART_BYTES = MIB
-_MARK = b"\xef\xbb\xbf"  # of byte order; no text
+_MARK = b"\xef\xbb\xbf"  # the byte order mark, which is not text
 MOST_LINE_BYTES = 64 * MIB
-_BATCH = 1000  # rows of a table at once
+_BATCH = 1000  # rows of a table that are read at a time
 _OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 _FIX = "write one JSON object a line, or give a parquet file or a directory of the library `datasets`"
 STDLIB = "stdlib"
@@ -43,25 +41,25 @@ def parts(
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     of_datasets: str | None = None,
 ) -> Iterator[TextPart]:
-    """All documents of ``files`` in their order; those of white space alone are left out. ``field``, ``of_datasets``
-    (the split of a directory of ``datasets``): of rows.
+    """Yield the documents of ``files`` in order; documents of white space alone are left out.
 
+    ``field``: the field of a row that holds its text. ``of_datasets``: the split of a directory of ``datasets``.
     ``on_bytes`` is called with the count of bytes of each read. Raises PlanError for a file that cannot be read.
     """
     if split is Split.json:
         for row in rows_of(files, of_datasets, on_bytes):
-            with row as fields:  # of a row without the field, a PlanError
+            with row as fields:  # adds the place to the PlanError for a row without the field
                 content = text_of(fields, field).encode()
             if content.strip():
                 yield TextPart(content, True, row.path, row=row.where)
         return
     for path in files:
         with opened(path) as file:
-            yield from _SPLITS[split](_Told(file, path, on_bytes), path)
+            yield from _SPLITS[split](_Counted(file, path, on_bytes), path)
 
 
-class _Told:
-    """A file that reports the bytes read from it. Owns the position of the next byte, and the number of the line."""
+class _Counted:
+    """A file that reports the bytes read from it. Owns the position of the next byte and the number of the line."""
 
     def __init__(self, file: BinaryIO, path: Path, on_bytes: Callable[[int], None]) -> None:
         self.file, self.path, self.on_bytes, self.line = file, path, on_bytes, 0
@@ -69,10 +67,10 @@ class _Told:
         file.seek(self.place)
 
     def part(self) -> bytes:
-        return self._told(self.file.read(PART_BYTES))
+        return self._counted(self.file.read(PART_BYTES))
 
     def lines(self) -> Iterator[bytes]:
-        while line := self._told(self.file.readline(MOST_LINE_BYTES + 1)):
+        while line := self._counted(self.file.readline(MOST_LINE_BYTES + 1)):
             self.line += 1
             if len(line) > MOST_LINE_BYTES:
                 what = f"a line is longer than {MOST_LINE_BYTES // MIB} MiB"
@@ -83,13 +81,13 @@ class _Told:
     def where(self) -> str:
         return f"{shorten(self.path)}:{self.line}"
 
-    def _told(self, content: bytes) -> bytes:
+    def _counted(self, content: bytes) -> bytes:
         self.place += len(content)
         self.on_bytes(len(content))
         return content
 
 
-def _by_file(file: _Told, path: Path) -> Iterator[TextPart]:
+def _by_file(file: _Counted, path: Path) -> Iterator[TextPart]:
     content, begin = file.part(), file.place
     begin -= len(content)
     while content:
@@ -99,37 +97,37 @@ def _by_file(file: _Told, path: Path) -> Iterator[TextPart]:
         content = following
 
 
-def _by_line(file: _Told, path: Path) -> Iterator[TextPart]:
+def _by_line(file: _Counted, path: Path) -> Iterator[TextPart]:
     for line in file.lines():
         if line.strip():
             yield TextPart(line.rstrip(b"\r\n"), True, path, file.place - len(line))
 
 
-def _by_blank_line(file: _Told, path: Path) -> Iterator[TextPart]:
-    held: list[bytes] = []
+def _by_blank_line(file: _Counted, path: Path) -> Iterator[TextPart]:
+    lines: list[bytes] = []
     begin = num_bytes = 0
     for line in file.lines():
         if line.strip():
-            if num_bytes >= PART_BYTES:  # only now is it known that the document continues
-                yield TextPart(b"".join(held), False, path, begin)
-                held, num_bytes = [], 0
-            begin = begin if held else file.place - len(line)
-            held.append(line)
+            if num_bytes >= PART_BYTES:  # only this line shows that the document continues
+                yield TextPart(b"".join(lines), False, path, begin)
+                lines, num_bytes = [], 0
+            begin = begin if lines else file.place - len(line)
+            lines.append(line)
             num_bytes += len(line)
-        elif held:
-            yield TextPart(b"".join(held), True, path, begin)
-            held, num_bytes = [], 0
-    if held:
-        yield TextPart(b"".join(held), True, path, begin)
+        elif lines:
+            yield TextPart(b"".join(lines), True, path, begin)
+            lines, num_bytes = [], 0
+    if lines:
+        yield TextPart(b"".join(lines), True, path, begin)
 
 
 _SPLITS = {Split.file: _by_file, Split.line: _by_line, Split.blank_line: _by_blank_line}
 
 
 class Row(NamedTuple):
-    """``value``: its fields, or why it cannot be read. ``path``, ``where``: for errors. ``number``: from 0.
+    """A row. ``value``: its fields, or the error of reading it. ``path``, ``where``: for errors. ``number``: from 0.
 
-    ``with row as fields`` raises PlanError for one that cannot be read; errors of the block get its place.
+    ``with row as fields`` raises PlanError for a row that cannot be read, and adds its place to errors of the block.
     """
 
     value: dict[str, Any] | PlanError
@@ -153,11 +151,11 @@ class Row(NamedTuple):
 
 
 class RowError(PlanError):
-    """A row that cannot be used without a change."""
+    """The error for a row that cannot be used; ``--bad-rows drop`` leaves such rows out."""
 
 
 def text_of(row: dict[str, Any], field: str) -> str:
-    """Raises RowError if the row has no such text."""
+    """Return the text in a field of a row. Raises RowError if the row has no such text."""
     if not isinstance(text := row.get(field), str):
         raise RowError(f"the row has no text {field!r} (there is: {names_in(row)})", fix="name a field that holds text")
     return text
@@ -168,12 +166,15 @@ def names_in(row: dict[str, Any]) -> str:
 
 
 def sources_of(texts: Iterable[str]) -> list[Path]:
-    """Each file, and each directory of ``datasets`` as a whole. Raises PlanError if there is none of the name."""
+    """Return all files of ``texts``; a directory of ``datasets`` counts as one. Raises PlanError if one is missing."""
     return [path for text in texts for path in ([Path(text)] if _is_dataset(Path(text)) else files_of(text, "TEXT"))]
 
 
 def rows_of(paths: Iterable[Path], split: str | None, on_bytes: Callable[[int], None]) -> Iterator[Row]:
-    """All rows. Raises PlanError for a file that cannot be read further; ``split``: of directories with several."""
+    """Yield all rows. ``split``: the split to read of a directory of ``datasets``.
+
+    Raises PlanError for a file that cannot be read; an unreadable row is yielded with its error.
+    """
     for path in paths:
         if _is_dataset(path):
             yield from _of_table(_dataset(path, split), path, on_bytes)
@@ -184,7 +185,7 @@ def rows_of(paths: Iterable[Path], split: str | None, on_bytes: Callable[[int], 
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files of a directory."""
+    """Return the size of a file, or of all files of a directory, in bytes."""
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if is_directory(path) else path.stat().st_size
 
 
@@ -194,15 +195,15 @@ def _is_dataset(path: Path) -> bool:
 
 def _of_lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[Row]:
     with opened(path) as content:
-        file = _Told(content, path, on_bytes)
+        file = _Counted(content, path, on_bytes)
         for number, line in enumerate(filter(bytes.strip, file.lines())):
             yield Row(_parsed(line), path, file.where, number)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | PlanError:
     try:
-        value = json.loads(line.removeprefix(_MARK).decode())  # files may have been joined
-        if b"\\u" in line:  # half a surrogate pair is no text
+        value = json.loads(line.removeprefix(_MARK).decode())  # concatenated files have the mark inside
+        if b"\\u" in line:  # raises for half a surrogate pair, which is not text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         return RowError(f"a row cannot be read: {shorten(error)}", fix=_FIX)
@@ -227,7 +228,7 @@ def _of_table(tables: Iterator[list[dict[str, Any]]], path: Path, on_bytes: Call
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give each struct the fields of all others, with None."""
+    """Return a value without None: tables give each struct the fields of all others, with None."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -240,16 +241,16 @@ def _parquet(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _dataset(path: Path, split: str | None) -> Iterator[list[dict[str, Any]]]:
-    found = _reader("datasets", path).load_from_disk(str(path))
-    if isinstance(found, dict):
-        if split is None and len(found) == 1:
-            split = next(iter(found))
-        if split not in found:
-            what = f"{shorten(path)} has the splits {', '.join(map(str, found))}"
+    table = _reader("datasets", path).load_from_disk(str(path))
+    if isinstance(table, dict):
+        if split is None and len(table) == 1:
+            split = next(iter(table))
+        if split not in table:
+            what = f"{shorten(path)} has the splits {', '.join(map(str, table))}"
             raise PlanError(what, where="--split", fix="name one of them with --split")
-        found = found[split]
-    for begin in range(0, len(found), _BATCH):
-        yield [dict(row) for row in found.select(range(begin, min(begin + _BATCH, len(found))))]
+        table = table[split]
+    for begin in range(0, len(table), _BATCH):
+        yield [dict(row) for row in table.select(range(begin, min(begin + _BATCH, len(table))))]
 
 
 def _reader(module: str, path: Path) -> Any:
@@ -258,11 +259,11 @@ def _reader(module: str, path: Path) -> Any:
 
 
 def files_of(source: str, option: str = "--data") -> list[Path]:
-    """A file, a directory's files in sorted order, or those of Python's library for ``stdlib``. Raises PlanError."""
+    """Return a file, the sorted files of a directory, or of Python's library (``stdlib``). Raises PlanError."""
     if source == STDLIB:
         library = Path(sysconfig.get_path("stdlib"))
-        found = library.rglob("*.py")
-        return sorted(file for file in found if not _LEFT_OUT.intersection(file.relative_to(library).parts))
+        files = library.rglob("*.py")
+        return sorted(file for file in files if not _LEFT_OUT.intersection(file.relative_to(library).parts))
     path = Path(source)
     if is_file(path):
         return [path]

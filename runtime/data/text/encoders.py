@@ -1,7 +1,6 @@
-"""Text becomes tokens: by any file of the ``tokenizers`` library, with the marks of the text it was cut from; or as
-bytes.
+"""Text becomes marked tokens, by a file of the ``tokenizers`` library or as bytes.
 
-Token i is byte i, without a tokenizer or a download. Special ids are control bytes that text does not hold: 0 ends a
+As bytes, token i is byte i: no tokenizer is needed. Special ids are control bytes that do not occur in text: 0 ends a
 document and pads, 1 classifies, 26 masks, 28 separates.
 """
 
@@ -16,7 +15,7 @@ from passes.errors import PlanError, imported
 from planner.files.text import MIB, is_file, read_json, read_text, shorten
 from runtime.data.tokens import SENTENCE, WORD, Piece, TextPart, Tokenization, id_dtype
 
-MOST_BYTES = 64 * MIB  # of one document: cut apart, it could give other tokens
+MOST_BYTES = 64 * MIB  # of one document, which is tokenized as a whole: parts could have other tokens
 _BATCH_BYTES = MIB
 _FILE = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -40,10 +39,10 @@ _IS_SPECIAL = np.isin(np.arange(NUM_BYTES), list(BYTES.special.values()))
 
 
 class TokenizerFile:
-    """Documents through a tokenizer. ``end``: the token that closes a document; None: the one that it is known to have.
-    ``begins``: each document begins with the token that the tokenizer puts there, if it does.
+    """A tokenizer of the ``tokenizers`` library. ``end``: the token that closes a document; None: found by its name.
 
-    Raises PlanError if the library is missing, the file is none of its, or ``end`` is none of its tokens.
+    ``begins``: begin each document with the tokenizer's begin token, if it adds one. ``ends``: ids that end a text.
+    Raises PlanError if the library is missing, the file is not a tokenizer, or ``end`` is not in the vocabulary.
     """
 
     def __init__(self, path: str, end: str | None = None, *, begins: bool = False) -> None:
@@ -66,16 +65,16 @@ class TokenizerFile:
         yield from self._encode(batch)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, without special ones around it."""
+        """Return the tokens of a text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _encode(self, texts: list[str]) -> Iterator[Piece]:
-        found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        for text, encoding in zip(texts, found, strict=True):
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
             ids = np.array(encoding.ids, id_dtype(self.tokenization))
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             marks, num_words = marks_of(text, offsets)
@@ -85,12 +84,12 @@ class TokenizerFile:
 
 
 def end_ids(directory: Path) -> list[int]:
-    """The end tokens of the generation config of a model; empty without one. Raises PlanError if it is damaged."""
+    """Return the end tokens of a model's generation config; none without one. Raises PlanError if it is damaged."""
     path = directory / GENERATION_CONFIG
     if not is_file(path):
         return []
-    found = read_json(path, "generation config", fix="copy it again")
-    ends = found.get("eos_token_id") if isinstance(found, dict) else found
+    config = read_json(path, "generation config", fix="copy it again")
+    ends = config.get("eos_token_id") if isinstance(config, dict) else config
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(end) is int and end >= 0 for end in ends):
         what = f"{shorten(path)}: eos_token_id is {shorten(ends, 60)}, and not ids of tokens"
@@ -99,35 +98,36 @@ def end_ids(directory: Path) -> list[int]:
 
 
 def marks_of(text: str, offsets: np.ndarray) -> tuple[np.ndarray, int]:
-    """The marks of tokens with the characters ``offsets`` [tokens, 2], and the number of words in ``text``.
+    """Return the marks of tokens, uint8 [tokens], and the number of words in ``text``.
 
-    The token that holds the first character of a word is marked; if several share it, the first.
+    ``offsets``: first and last + 1 character of each token, [tokens, 2]. The token that holds the first character of a
+    word is marked; if several tokens share the character, the first.
     """
-    words = np.array([found.start() for found in _WORD.finditer(text)], np.int64)
-    sentences = np.array([found.end() for found in _BEGINS_SENTENCE.finditer(text)], np.int64)
+    words = np.array([match.start() for match in _WORD.finditer(text)], np.int64)
+    sentences = np.array([match.end() for match in _BEGINS_SENTENCE.finditer(text)], np.int64)
     marks = np.zeros(len(offsets), np.uint8)
     ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
     for places, bit in ((words, WORD), (sentences, SENTENCE)):
         tokens = np.searchsorted(ends, places, side="right")
-        is_held = tokens < len(offsets)
-        is_held[is_held] = offsets[tokens[is_held], 0] <= places[is_held]
-        marks[tokens[is_held]] |= bit
+        is_inside = tokens < len(offsets)
+        is_inside[is_inside] = offsets[tokens[is_inside], 0] <= places[is_inside]
+        marks[tokens[is_inside]] |= bit
     return marks, len(words)
 
 
 def _documents(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
-    """The parts of each document. Raises PlanError for one that is too long."""
-    found: list[TextPart] = []
+    """Yield the parts of each document. Raises PlanError for one longer than ``MOST_BYTES``."""
+    document: list[TextPart] = []
     num_bytes = 0
     for part in parts:
-        found.append(part)
+        document.append(part)
         num_bytes += len(part.content)
         if num_bytes > MOST_BYTES:
             what = f"a document of {shorten(part.file)} is longer than {MOST_BYTES // MIB} MiB"
-            raise PlanError(what, where=found[0].where(0), fix="split it with --split-documents line or blank-line")
+            raise PlanError(what, where=document[0].where(0), fix="split it with --split-documents line or blank-line")
         if part.closes:
-            yield found
-            found, num_bytes = [], 0
+            yield document
+            document, num_bytes = [], 0
 
 
 def _decoded(document: list[TextPart]) -> str:
@@ -152,7 +152,7 @@ def _load(path: Path) -> Any:
         tokenizer.encode("a b", add_special_tokens=False)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # the library's own panics are no Exception
+    except BaseException as error:  # panics of the library are not an Exception
         words = shorten(str(error).strip() or type(error).__name__, 120)
         raise PlanError(f"{shorten(path)} is not a valid tokenizer: {words}", where=shorten(path), fix=_FIX) from None
     return tokenizer
@@ -178,10 +178,10 @@ def _tokenization(tokenizer: Any, path: str, end: str | None) -> Tokenization:
 
 
 class ByteEncoder:
-    """Bytes of documents, as they come. Owns the context that the next bytes need: at most two bytes.
+    """Bytes as tokens. Owns the last bytes of an open document, at most two: the marks of the next bytes need them.
 
-    A word begins after white space; a sentence begins if a full stop, ``!`` or ``?`` stands before the white space,
-    or a line ends within it.
+    A word begins after white space. It begins a sentence if the white space follows ``.``, ``!`` or ``?``, or contains
+    the end of a paragraph.
     """
 
     tokenization = BYTES
@@ -192,20 +192,20 @@ class ByteEncoder:
 
     def pieces(self, parts: Iterable[TextPart]) -> Iterator[Piece]:
         for part in parts:
-            found = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
-            if found.any():
-                at = int(found.argmax())
+            is_special = _IS_SPECIAL[np.frombuffer(part.content, np.uint8)]
+            if is_special.any():
+                at = int(is_special.argmax())
                 what = f"{part.file} contains the byte {part.content[at]}, which cannot occur in text"
                 fix = "give a text file, or a token file written by `meshwright prepare`"
                 raise PlanError(what, where=part.where(at), fix=fix)
             yield self.encode(part.content, part.closes)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text: its bytes in UTF-8."""
         return list(text.encode())
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens: without special ones, and with a mark for bytes that are no UTF-8."""
+        """Return the text of tokens without special ones; bytes that are not UTF-8 become replacement characters."""
         special = {*BYTES.special.values(), *(i for i in ids if i >= NUM_BYTES)}
         return bytes(i for i in ids if i not in special).decode(errors="replace")
 
@@ -214,7 +214,7 @@ class ByteEncoder:
         skip = len(self._before)
         is_space = _IS_SPACE[joined]
         begins = np.flatnonzero(~is_space[1:] & is_space[:-1]) + 1
-        # the last byte of the word before each: the first byte is never white space, so that the two take turns
+        # end of the word before each begin: `_before` starts with a character, so begins and ends alternate
         ends, breaks = np.flatnonzero(is_space[1:] & ~is_space[:-1])[: len(begins)], _breaks(joined, is_space)
         is_stopped = _IS_STOP[joined[ends]] | (np.searchsorted(breaks, ends) < np.searchsorted(breaks, begins))
         marks = np.zeros(len(joined), np.uint8)
@@ -228,13 +228,13 @@ Encoder = ByteEncoder | TokenizerFile
 
 
 def _breaks(text: np.ndarray, is_space: np.ndarray) -> np.ndarray:
-    """The newlines that are followed by more white space: ends of paragraphs."""
+    """Return the places of newlines that are followed by more white space: ends of paragraphs."""
     newlines = np.flatnonzero(text[:-1] == _NEWLINE)
     return newlines[is_space[newlines + 1]]
 
 
 def _context(text: np.ndarray, is_space: np.ndarray) -> bytes:
-    """The fewest bytes that have the same effect on the following text as all of ``text``."""
+    """Return the fewest bytes that have the same effect on the marks of the following text as all of ``text``."""
     if not is_space[-1]:
         return text[-1:].tobytes()
     last = int(np.flatnonzero(~is_space)[-1])
