@@ -225,14 +225,18 @@ def part_over(axis: str, placement: Placement, expert: ExpertPart | None, mesh: 
     return Part(placement, mesh.size(axis), place[axis], expert, ep=mesh.ep, ep_rank=place["ep"])
 
 
-def pieces(ranges: Ranges) -> Iterator[tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]]:
-    """Yield, for each box that is contiguous in both, its ranges by dim in the full tensor, and in the part."""
-    runs = [list(_placed(of_dim)) for of_dim in ranges.values()]
-    for chosen in product(*runs):
-        yield (
-            {dim: whole for dim, (whole, _) in zip(ranges, chosen, strict=True)},
-            {dim: local for dim, (_, local) in zip(ranges, chosen, strict=True)},
-        )
+def runs_in(ranges: Ranges, box: Box) -> Iterator[tuple[tuple[slice, ...], Box]]:
+    """Yield the elements of ``box`` in a rank's part, as slices of the part and as a box of the full tensor.
+
+    Each is contiguous in both. Padding lies outside ``box``.
+    """
+    for chosen in product(*map(_placed, ranges.values())):
+        start, stop, shift = list(box.start), list(box.stop), [0] * len(box.start)
+        for dim, ((first, last), (offset, _)) in zip(ranges, chosen, strict=True):
+            start[dim], stop[dim], shift[dim] = max(start[dim], first), min(stop[dim], last), offset - first
+        if all(a < b for a, b in zip(start, stop, strict=True)):
+            local = tuple(slice(a + n, b + n) for a, b, n in zip(start, stop, shift, strict=True))
+            yield local, Box(tuple(start), tuple(stop))
 
 
 def _placed(of_dim: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

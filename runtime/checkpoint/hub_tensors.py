@@ -33,7 +33,7 @@ from planner.capture.model.assembly import (
 from planner.capture.model.eager import plain_name
 from planner.capture.model.hub_format import HubFormat
 from planner.files import allowed
-from planner.sharding.boxes import Box, Ranges, pieces
+from planner.sharding.boxes import Box, Ranges, runs_in
 from planner.sharding.parameters import ParameterPlan
 from runtime.checkpoint.manifest import WITH_NAMES, Manifest
 from runtime.checkpoint.safetensors_files import SINGLE
@@ -46,19 +46,13 @@ NAMES = ("hf", "model")
 
 
 def read_ranges(target: Tensor, made: Assembly, ranges: Ranges, read: Read) -> None:
-    """The ``ranges`` of each dim, one after another; beyond the tensor is padding: its place in ``target`` stays."""
-    for whole, local in pieces(ranges):
-        place, box = target, Box.whole(made.shape)
-        for dim, (start, stop) in whole.items():
-            stop = min(stop, made.shape[dim])
-            place = place.narrow(dim, local[dim][0], max(stop - start, 0))
-            box = _with(box, dim, start, stop)
-        if place.numel():
-            read_into(place, made, box, read)
+    """Copy the ``ranges`` of each dim, concatenated, to ``target``; padding is not written."""
+    for local, box in runs_in(ranges, Box.whole(made.shape)):
+        read_into(target[local], made, box, read)
 
 
 def read_into(target: Tensor, made: Assembly, box: Box, read: Read) -> None:
-    """Copy ``box`` of ``made`` to ``target``, which has its shape; casts to the dtype of ``target``."""
+    """Copy ``box`` of ``made`` to ``target``, which has the shape of the box; cast to the dtype of ``target``."""
     if isinstance(made, Source):
         read(made.name, box, target)
     elif isinstance(made, Cat):
@@ -92,10 +86,10 @@ def _read_cat(target: Tensor, made: Cat, box: Box, read: Read) -> None:
 
 
 def _read_view(target: Tensor, made: View, box: Box, read: Read) -> None:
-    """Dims that only the shapes split or join are a group; of one, the rows of its first dim are read in full."""
+    """Read a view group by group (``_groups``); for a group that splits or joins dims, full rows of its first dim."""
     outer, inner = made.shape, made.whole.shape
     start, stop, strides = [0] * len(inner), list(inner), [1] * len(outer)
-    # of the box in what is read: its first element, and the stride of the next group
+    # position of the box in the values that are read: first element, and stride of the next group
     first, unit, is_plain = 0, 1, True
     for own, others in reversed(list(_groups(outer, inner))):
         wide = [dim for dim in own if outer[dim] != 1], [dim for dim in others if inner[dim] != 1]
@@ -116,13 +110,13 @@ def _read_view(target: Tensor, made: View, box: Box, read: Read) -> None:
     if is_plain:
         read_into(target.view(part.shape), made.whole, part, read)
         return
-    held = target.new_empty(part.shape)
-    read_into(held, made.whole, part, read)
-    target.copy_(held.as_strided(box.shape, strides, first))
+    values = target.new_empty(part.shape)
+    read_into(values, made.whole, part, read)
+    target.copy_(values.as_strided(box.shape, strides, first))
 
 
 def _groups(outer: Shape, inner: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Dims of both shapes that have the same number of elements, the fewest together; in order."""
+    """Yield, in order, the smallest groups of dims of both shapes that have equal numbers of elements."""
     i = j = 0
     while i < len(outer) or j < len(inner):
         own, others, sizes = [], [], [1, 1]
@@ -141,14 +135,14 @@ def _groups(outer: Shape, inner: Shape) -> Iterator[tuple[list[int], list[int]]]
 
 
 def _called(made: Call, target: Tensor, read: Read) -> Tensor:
-    def value(given: Any) -> Any:
-        if isinstance(given, tuple):
-            return list(map(value, given))
-        if not isinstance(given, Assembly):
-            return given
-        held = target.new_empty(given.shape)
-        read_into(held, given, Box.whole(given.shape), read)
-        return held
+    def value(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return list(map(value, argument))
+        if not isinstance(argument, Assembly):
+            return argument
+        tensor = target.new_empty(argument.shape)
+        read_into(tensor, argument, Box.whole(argument.shape), read)
+        return tensor
 
     result = allowed.op(made.op)(*map(value, made.args))
     return result if isinstance(result, Tensor) else result[made.index]
@@ -156,8 +150,9 @@ def _called(made: Call, target: Tensor, read: Read) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor. ``row``: the parameter that stages hold; None for a tensor that rank 0 holds. ``made``: how it is
-    made of the model's tensors, if it is none of these. ``aliases``: other names of a tied parameter."""
+    """A tensor to write. ``row``: the parameter that stages hold; None for a tensor that rank 0 holds. ``made``: the
+    assembly of the model's tensors, if it is not one of them. ``aliases``: other names of a tied parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -171,13 +166,17 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
     def by_width(self) -> int:
-        """Its place in a file. Wide types first: every tensor then starts at a multiple of its element's size, as
-        readers that map files expect."""
+        """Return the sort key in a file. Wide dtypes come first: each tensor is then aligned to its element size, as
+        readers that map files expect.
+        """
         return -self.dtype.itemsize
 
 
 def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """File name → its tensors: filled in order up to ``max_bytes``, more only for a tensor that is larger alone."""
+    """Return file name → tensors, in order, at most ``max_bytes`` per file unless one tensor is larger.
+
+    Raises PlanError if ``max_bytes`` is less than 1.
+    """
     if max_bytes < 1:
         raise PlanError(f"max_shard_bytes is {max_bytes}", fix="give a positive number of bytes")
     parts = filled(entries, lambda entry: entry.num_bytes, max_bytes) or [[]]
@@ -185,12 +184,12 @@ def files_of(entries: Iterable[Entry], max_bytes: int) -> dict[str, list[Entry]]
 
 
 def file_name(number: int, count: int) -> str:
-    """Of ``count`` files, counted from 0."""
+    """Return the name of file ``number`` (from 0) of ``count``."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def filled(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """``items`` in parts that are filled up to ``most`` bytes; more only for an item that is larger alone."""
+    """Return ``items`` in order, in parts of at most ``most`` bytes unless one item is larger."""
     parts: list[list[T]] = []
     size = 0
     for item in items:
@@ -209,29 +208,29 @@ def check_names(names: str, allowed: tuple[str, ...] = NAMES) -> None:
 
 
 def names_of_files(made: Iterable[tuple[str, tuple[Assembly, ...]]]) -> dict[str, Assembly]:
-    """Stored name → how it is made of the model's tensors, for files that make these: of a tied one every copy."""
+    """Return stored name → assembly of the model's tensors, the inverse of ``made`` (with all copies of tied ones)."""
     tensors = dict(made)
-    found = inverted({name: copies[0] for name, copies in tensors.items()})
+    names = inverted({name: copies[0] for name, copies in tensors.items()})
     for name, (_, *others) in tensors.items():
         for other in others:
-            found |= inverted({name: other})
-    return {plain_name(name): assembly for name, assembly in found.items()}
+            names |= inverted({name: other})
+    return {plain_name(name): assembly for name, assembly in names.items()}
 
 
 def stored_names(hub: HubFormat, loaded: Mapping[str, Assembly]) -> dict[str, Assembly]:
-    """``loaded``, and transformers' names for tensors that were not loaded, unless it is their own name."""
+    """Return ``loaded``, and transformers' names of tensors that were not loaded, if they differ from the model's."""
     covered = {source.name for made in loaded.values() for source in sources(made)}
     others = hub.stored_names.items()
     return {**loaded, **{n: made for n, made in others if not any(s.name in covered for s in sources(made))}}
 
 
 def json_of_names(names: Mapping[str, Assembly]) -> dict[str, Any]:
-    """Without tensors that have their own name."""
+    """Return the names as JSON, without tensors that keep their name."""
     return {name: to_json(made) for name, made in names.items() if made != Source(name, made.shape)}
 
 
 def names_in(manifest: Manifest) -> dict[str, Assembly]:
-    """Of a save: those of its files, and its tensors' own; nothing of a save without names."""
+    """Return the names of the Hub in a save, and its tensors' own names; nothing for a save without names."""
     names = manifest.names
     covered = {source.name for made in names.values() for source in sources(made)}
     own = manifest.tensors.items() if manifest.version >= WITH_NAMES else ()
@@ -239,27 +238,31 @@ def names_in(manifest: Manifest) -> dict[str, Assembly]:
 
 
 def hub_entries(entries: Iterable[Entry], names: Mapping[str, Assembly]) -> list[Entry]:
-    """The stored tensors of ``names``, and those of ``entries`` that none is made of, in the model's order."""
-    held = {entry.name: (place, entry) for place, entry in enumerate(entries)}
-    found: list[tuple[int, Entry]] = []
+    """Return the stored tensors of ``names``, and ``entries`` that are in none of them, in the model's order."""
+    own = {entry.name: (place, entry) for place, entry in enumerate(entries)}
+    placed: list[tuple[int, Entry]] = []
     for name, made in names.items():
-        parts = [held[source.name] for source in sources(made) if source.name in held]
-        if parts and all(source.name in held for source in sources(made)):
-            found.append((parts[0][0], Entry(name, made.shape, parts[0][1].dtype, made=made)))
-    used = {source.name for _, entry in found for source in sources(entry.made)}
-    found += [(place, entry) for place, entry in held.values() if entry.name not in used]
-    return [entry for _, entry in sorted(found, key=lambda each: each[0])]
+        parts = [source.name for source in sources(made)]
+        if parts and own.keys() >= {*parts}:
+            place, first = own[parts[0]]
+            placed.append((place, Entry(name, made.shape, first.dtype, made=made)))
+    used = {source.name for _, entry in placed for source in sources(entry.made)}
+    placed += [(place, entry) for place, entry in own.values() if entry.name not in used]
+    return [entry for _, entry in sorted(placed, key=lambda each: each[0])]
 
 
 def made_tensor(entry: Entry, read: Read, *, leads: bool = True) -> Tensor | None:
-    """The tensor of one entry where ``leads``, None elsewhere; ``read`` is called alike on all ranks."""
+    """Return the tensor of an entry where ``leads``, None elsewhere. All ranks must call it: ``read`` is collective."""
     target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if leads else "meta")
     read_into(target, entry.made or Source(entry.name, entry.shape), Box.whole(entry.shape), read)
     return target if leads else None
 
 
 def reading_whole(full: Callable[[str], Tensor | None]) -> Read:
-    """``full``: makes one tensor of the model entirely, None on a rank that does not lead; the last one is kept."""
+    """Return a ``Read`` that makes full tensors and copies boxes of them; the last tensor is kept.
+
+    ``full``: returns a tensor of the model by name, None on a rank that does not lead.
+    """
     last: list[tuple[str, Tensor | None]] = [("", None)]
 
     def read(name: str, box: Box, target: Tensor) -> None:
@@ -274,7 +277,7 @@ def reading_whole(full: Callable[[str], Tensor | None]) -> Read:
 
 
 def made_tensors(files: Mapping[str, list[Entry]], read: Read, *, leads: bool = True) -> Iterator[Tensor | None]:
-    """Every tensor of ``files``, one after another."""
+    """Yield the tensors of ``files``, one after another."""
     for entries in files.values():
         for entry in entries:
             yield made_tensor(entry, read, leads=leads)

@@ -1,4 +1,4 @@
-"""Pieces of tensors in safetensors files, one file for each rank that writes: out, checked together, and in again.
+"""Pieces of tensors in safetensors files, one file for each rank that writes: written, checked and read.
 
 rank-00003.safetensors      exp_avg/blocks.0.mlp.up.weight@0,768 → the box of the full tensor that begins at [0, 768]
 """
@@ -21,12 +21,12 @@ from runtime.checkpoint.manifest import FileEntry, Manifest, OptimizerEntry, Ten
 from runtime.checkpoint.pretrained_save import header_of
 from runtime.checkpoint.safetensors_files import OTHER_SAVE, OpenFiles, StoredTensor, bad_save, check_whole, of_save
 
-_CHUNK = 16 << 20  # bytes: a thread that writes beside the steps is to take Python's lock seldom
+_CHUNK = 16 << 20  # bytes: a thread that writes during steps should seldom take the GIL
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPiece:
-    """``values`` of one kind, of ``box`` of the full tensor ``name``."""
+    """The ``values`` of one kind in a ``box`` of the full tensor ``name``."""
 
     name: str
     kind: str
@@ -41,17 +41,18 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One rank's report of its file: ``file`` None if it had nothing to write. ``updates``: of its optimizer;
-    ``rested``: of parameters that had fewer."""
+    """The report of one rank on its ``file``, None if it has nothing to write. ``updates``: number of updates;
+    ``rested``: numbers of parameters that had fewer.
+    """
 
     file: FileEntry | None
-    held: tuple[tuple[str, str, str, Box], ...]  # name, kind, dtype, box
+    pieces: tuple[tuple[str, str, str, Box], ...]  # name, kind, dtype, box
     updates: int = 0
     rested: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], optimizer: OptimizerEntry) -> Record:
-    """This rank's file, on the disk when it returns. Raises OSError."""
+    """Write this rank's file and sync it to the disk. Raises OSError."""
     counts = optimizer.updates, optimizer.rested
     if not pieces:
         return Record(None, (), *counts)
@@ -67,28 +68,30 @@ def write_pieces(directory: Path, rank: int, pieces: Sequence[WrittenPiece], opt
             size += len(content)
         file.flush()
         os.fsync(file.fileno())
-    held = tuple((p.name, p.kind, str(p.values.dtype).removeprefix("torch."), p.box) for p in pieces)
-    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), held, *counts)
+    written = tuple((p.name, p.kind, str(p.values.dtype).removeprefix("torch."), p.box) for p in pieces)
+    return Record(FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest()), written, *counts)
 
 
 def completed(draft: Manifest, names: Iterable[tuple[str, tuple[str, ...]]], records: Sequence[Record]) -> Manifest:
-    """The manifest of a save, from the draft of rank 0 and the records of all ranks. ``names`` with aliases, in
-    order."""
+    """Return the manifest of a save, from the draft of rank 0 and the records of all ranks.
+
+    ``names``: (name, aliases) of all tensors, in order.
+    """
     written = [record for record in records if record.file is not None]
     values: dict[str, dict[str, str]] = {}
     places: dict[str, dict[Box, int]] = {}
     for index, record in enumerate(written):
-        for name, kind, dtype, box in record.held:
+        for name, kind, dtype, box in record.pieces:
             values.setdefault(name, {})[kind] = dtype
             places.setdefault(name, {})[box] = index
     tensors = {}
     assert {name for name, _ in names} == places.keys(), "the ranks have written other tensors than the plan has"
     for name, aliases in names:
-        held = places[name]
-        shape = tuple(map(max, *(box.stop for box in held))) if len(held) > 1 else next(iter(held)).stop
-        pieces = tuple((index, box.start, box.stop) for box, index in held.items())
+        boxes = places[name]
+        shape = tuple(map(max, *(box.stop for box in boxes))) if len(boxes) > 1 else next(iter(boxes)).stop
+        pieces = tuple((index, box.start, box.stop) for box, index in boxes.items())
         tensors[name] = TensorEntry(shape=shape, values=values[name], aliases=aliases, pieces=pieces)  # pyright: ignore[reportArgumentType]
-    # A rank without trainable parameters knows of no updates.
+    # a rank without trainable parameters counts no updates
     updates = max(record.updates for record in records)
     rested = {name: count for record in records for name, count in record.rested.items()}
     optimizer = draft.optimizer.model_copy(update={"updates": updates, "rested": rested})
@@ -97,31 +100,31 @@ def completed(draft: Manifest, names: Iterable[tuple[str, tuple[str, ...]]], rec
 
 
 class PieceReader(OpenFiles):
-    """Reads boxes of full tensors from a save's files.
+    """A reader of boxes of full tensors in a save's files. ``needed``: the names of the files to open.
 
-    ``needed``: the names of the files that are opened. Raises PlanError, naming it, for a file with a header that
-    contradicts the manifest.
+    Raises PlanError, naming the file, if a header contradicts the manifest.
     """
 
     fix = OTHER_SAVE
 
     def __init__(self, directory: Path, manifest: Manifest, needed: Iterable[str] | None = None) -> None:
         self._directory, self._manifest = directory, manifest
-        self._stored: dict[int, dict[str, StoredTensor]] = {}  # of a file: by names as plans have them
+        self._stored: dict[int, dict[str, StoredTensor]] = {}  # index of a file → tensors by their names in plans
         self._wanted = {file.name for file in manifest.files} if needed is None else set(needed)
         super().__init__()
 
     def read_into(self, target: Tensor, name: str, kind: str, box: Box) -> None:
-        """Copy ``box`` of the full tensor ``name`` to ``target``, which has its shape. No other pages are touched."""
-        found = 0
+        """Copy ``box`` of the full tensor ``name`` to ``target``, which has the shape of the box. No other pages of the
+        files are read.
+        """
+        num_read = 0
         for index, start, stop in self._manifest.tensors[name].pieces:
-            held = Box(start, stop)
-            common = held.intersection(box)
+            common = Box(start, stop).intersection(box)
             if common is not None:
                 within = Box(*(tuple(map(sub, end, start)) for end in (common.start, common.stop)))
                 self.read_stored(self._stored[index][key_of(kind, name, start)], within, target[common.slices_in(box)])
-                found += common.num_elements
-        assert found == box.num_elements, f"{name}: {found} of {box.num_elements} elements"
+                num_read += common.num_elements
+        assert num_read == box.num_elements, f"{name}: {num_read} of {box.num_elements} elements"
 
     def _open_all(self) -> None:
         files = {index: entry for index, entry in enumerate(self._manifest.files) if entry.name in self._wanted}
@@ -129,7 +132,7 @@ class PieceReader(OpenFiles):
         for index, entry in files.items():
             path = self._directory / entry.name
             with of_save(path):
-                pass  # that it is a regular file
+                pass  # raises unless it is a regular file
             try:
                 stored = self._stored[index] = {plain_name(each.name): each for each in self._tensors_in(path)}
             except (OSError, SafetensorError) as error:
@@ -139,17 +142,17 @@ class PieceReader(OpenFiles):
 
 
 def check_files(directory: Path, files: Iterable[FileEntry]) -> None:
-    """Raise PlanError, naming the file, unless each is complete."""
+    """Raise PlanError, naming the file, unless each file is complete."""
     for entry in files:
         check_whole(directory / entry.name, entry.bytes, entry.checksum)
 
 
 def _expected(manifest: Manifest, files: Iterable[int]) -> dict[int, dict[str, tuple[tuple[int, ...], str]]]:
-    """Of each of the files: key → shape and dtype."""
-    found: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {index: {} for index in files}
+    """Return, for each of the files, key → shape and dtype of its tensors by the manifest."""
+    keys: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {index: {} for index in files}
     for name, entry in manifest.tensors.items():
         for index, start, stop in entry.pieces:
-            if index in found:
+            if index in keys:
                 shape = Box(start, stop).shape
-                found[index] |= {key_of(kind, name, start): (shape, f"torch.{d}") for kind, d in entry.values.items()}
-    return found
+                keys[index] |= {key_of(kind, name, start): (shape, f"torch.{d}") for kind, d in entry.values.items()}
+    return keys

@@ -1,9 +1,9 @@
-"""Write the weights as a Hugging Face directory: config.json, and safetensors in one file or several with an index.
+"""Writes the weights as a Hugging Face directory: config.json, and safetensors in one file or several with an index.
 
     for each file, for each tensor:   the ranks that hold shards -> rank 0 -> bytes at the tensor's place in the file
 
-A safetensors file is its header (which tensor lies at which bytes) and then the bytes, so rank 0 can write tensor after
-tensor and never holds two whole ones.
+A safetensors file is a header with the byte range of each tensor, then the bytes: rank 0 writes one tensor after
+another and never holds two full ones.
 """
 
 import json
@@ -46,7 +46,7 @@ _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 
 
 def entries_of(weights: RankWeights) -> list[Entry]:
-    """All tensors in the model's order; a tied parameter once, under its first name. The same on every rank."""
+    """Return all tensors in the model's order, on every rank; a tied parameter once, under its first name."""
     groups, kept = weights.groups, weights.kept
     unused = broadcast_json(groups, [*kept.parameters])
     rows = [
@@ -58,7 +58,7 @@ def entries_of(weights: RankWeights) -> list[Entry]:
 
 
 def reader_of(entries: Iterable[Entry], own: Mapping[str, Tensor], weights: RankWeights) -> Read:
-    """Copies parts of full tensors to rank 0. Every rank calls it for the same parts, in one order."""
+    """Return a function that copies parts of full tensors to rank 0. All ranks must call it for the same parts."""
     rows = {entry.name: entry.row for entry in entries}
 
     def read(name: str, box: Box, target: Tensor) -> None:
@@ -72,7 +72,7 @@ def reader_of(entries: Iterable[Entry], own: Mapping[str, Tensor], weights: Rank
 
 
 def named(entries: list[Entry], names: str, weights: RankWeights) -> list[Entry]:
-    """``entries`` of the model, or of the tensors that files of the Hub have. Raises PlanError for other names."""
+    """Return ``entries`` for names "model", those of files of the Hub for "hf". Raises PlanError for other names."""
     check_names(names)
     return entries if names == "model" else hub_entries(entries, stored_names(weights.plan.hub, weights.kept.names))
 
@@ -83,7 +83,7 @@ def named(entries: list[Entry], names: str, weights: RankWeights) -> list[Entry]
 def write_directory(
     directory: Path, files: Mapping[str, list[Entry]], tensors: Iterator[Tensor | None], texts: Mapping[str, Any]
 ) -> None:
-    """Everything into a new directory, which then takes the place of ``directory``. Raises OSError."""
+    """Write everything to a new directory, which then replaces ``directory``. Raises OSError."""
     with (
         shown_if_slow(f"writing {shorten(directory)}"),
         replaced_directory(directory, is_weights, (SINGLE, INDEX).__contains__) as new,
@@ -104,7 +104,7 @@ def is_weights(name: str) -> bool:
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor | None]) -> None:
-    """One file of the next ``len(entries)`` of ``tensors``."""
+    """Write a file of the next ``len(entries)`` of ``tensors``."""
     with open_new(path) as file:
         file.write(header_of(entries))
         for entry, tensor in zip(entries, tensors, strict=False):
@@ -116,7 +116,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], tensors: Iterator[Te
 
 
 def header_of(entries: Iterable[Entry]) -> bytes:
-    """Eight bytes of length, then JSON: name → dtype, shape and the range of bytes after the header."""
+    """Return the header: its length in 8 bytes, then JSON: name → dtype, shape and range of bytes after the header."""
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for entry in entries:
@@ -135,7 +135,7 @@ def index_of(files: Mapping[str, list[Entry]]) -> dict[str, Any]:
 
 
 def texts_of(weights: RankWeights) -> dict[str, Any]:
-    """config.json with the dtype that the weights now have, and generation_config.json: of the model, or as loaded."""
+    """Return config.json with the dtype of the weights, and generation_config.json: the model's, or as loaded."""
     hub, texts = weights.plan.hub, dict(weights.kept.texts)
     if hub.config is not None:
         texts["config.json"] = hub.config

@@ -1,16 +1,16 @@
 """The training state of one rank: the elements that it writes, and the destinations of those that it reads.
 
-    written   each logical element by one rank: of equal copies over dp, tp and stages one alone
-    read      all that this rank owns, whoever has written it, straight into place; ZeRO's gather brings the rest
+    written   each logical element by one rank, the first of those with equal copies over dp, tp and stages
+    read      all elements that this rank owns, in place; ZeRO's all-gather brings the rest
 
-Of each parameter, the elements that this rank owns are views of its memory, by kind:
+The elements of a parameter that this rank owns are views of its memory, by kind:
 
     parameter      in the model's precision
-    main           if the optimizer's is higher
+    main           in the optimizer's precision, if that is higher
     ema            the running mean of the weights, if the spec has optimizer.ema
     exp_avg, …     the moments of the update rule; there are none before the first update that is not skipped
 
-Padding is not written, and is zero after reading. A save is loaded by an engine of any layout.
+Padding is not written, and is zero after reading. An engine of any layout can load a save.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pieces import PieceReader, WrittenPiece, check_files
 from runtime.checkpoint.safetensors_files import listed, require_fit
 from runtime.checkpoint.saves import read_step, resolve
-from runtime.distributed.agreement import agreed, all_gather_json, broadcast_json, halfway
+from runtime.distributed.agreement import agreed, broadcast_json, halfway, unlike_rank_0
 from runtime.distributed.groups import Groups
 from runtime.optimizer.scalars import LossScale
 from runtime.optimizer.slots import DataParallel
@@ -41,7 +41,7 @@ from runtime.weights.shards import RankWeights
 
 Reads = Literal["all", "weights", "average"]
 AVERAGE = "ema"
-_SPREAD_FROM = 1 << 16  # elements: of equal copies of fewer the first rank writes all
+_SPREAD_FROM = 1 << 16  # elements: ranks with equal copies share the writing of larger runs
 BEGIN_ANEW = (
     "load a save with this optimizer; or begin with the weights alone, and adamw, muon or a class of torch.optim: "
     "meshwright checkpoint DIR --export HF_DIR"
@@ -51,9 +51,9 @@ OTHER = "load a save of this model with this precision, or export it: meshwright
 
 @dataclass(frozen=True, slots=True)
 class OwnedRun:
-    """Elements ``range`` of the flattened part that this rank holds of a parameter; ``values`` of them by kind, 1-d.
+    """Elements ``range`` of this rank's flattened part of a parameter. ``values``: kind → their values, 1-d.
 
-    ``num_equal`` ranks own the same elements, and this is number ``copy`` of them.
+    ``num_equal`` ranks own the same elements; this rank is number ``copy`` of them.
     """
 
     local: LocalParameter
@@ -65,10 +65,9 @@ class OwnedRun:
 
 @dataclass
 class TrainingState:
-    """The tensors and counters that an engine saves and restores; nothing is copied here.
+    """The tensors and counters that an engine saves and restores, by reference.
 
-    ``reads``: all of a save; or, for an engine that only evaluates, the weights alone, or their running mean as the
-    weights.
+    ``reads``: "all" of a save; for an engine that only evaluates "weights", or "average", their running mean.
     """
 
     weights: RankWeights
@@ -82,7 +81,7 @@ class TrainingState:
     # ---- out
 
     def written(self) -> Iterator[WrittenPiece]:
-        """The pieces that this rank writes, as views of its memory."""
+        """Yield the pieces that this rank writes, as views of its memory."""
         for run in self._runs():
             for piece in self._of_run(run, self._written_range(run)):
                 if not (piece.is_shared and self.groups.place[run.local.axis]):
@@ -93,20 +92,21 @@ class TrainingState:
                 yield WrittenPiece(name, kind, Box.whole(tensor.shape), tensor)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """All that is saved, in the model's order, with the other names of tied tensors. Buffers come last."""
+        """Return name → aliases of all saved tensors, in the model's order; buffers come last."""
         rows = {row.name: tuple(row.aliases) for row in self.plan.parameters}
         return rows | dict.fromkeys(self.plan.hub.persistent_buffers, ())
 
     def updates(self) -> tuple[int, dict[str, int]]:
-        """Those that changed the parameters; and of the parameters on this rank that have fewer, by name: no row chose
-        them in some steps."""
+        """Return the number of updates that were not skipped, and the smaller numbers of parameters on this rank, by
+        name, that no row chose in some steps.
+        """
         most, own = updates_of(self.optimizer)
         return most, {name: updates for name, updates in own.items() if updates != most}
 
     # ---- in
 
     def check(self, manifest: Manifest) -> None:
-        """Raise PlanError, with the name, unless the save is of this model."""
+        """Raise PlanError, naming the tensor, unless the save fits the model, the optimizer and ``reads``."""
         if self.reads == "average" and not manifest.has_average:
             fix = "load its weights, or a save of a run with optimizer: {ema: 0.999}"
             raise PlanError("the save has no running mean of the weights", where="optimizer.ema", fix=fix)
@@ -114,21 +114,20 @@ class TrainingState:
         if is_whole and manifest.optimizer.name != self.plan.optimizer.name:
             raise PlanError(f"the save is of the optimizer {manifest.optimizer.name[:100]}", fix=BEGIN_ANEW)
         saved = {name: entry for name, entry in manifest.tensors.items() if not entry.is_statistic}
-        given = {name for name, entry in saved.items() if "buffer" not in entry.values}
+        parameters = {name for name, entry in saved.items() if "buffer" not in entry.values}
         known = {row.name: row for row in self.plan.parameters}
         buffers = set(self.plan.hub.persistent_buffers)
-        saved_buffers = saved.keys() - given
-        absent_buffers = sorted(buffers - saved_buffers)
+        absent_buffers = sorted(buffers - (saved.keys() - parameters))
         if manifest.has_weights_alone:
             absent_buffers = [name for name in absent_buffers if not self.plan.hub.ignores_absent(name)]
-        absent = [*(n for n in known if n not in given), *absent_buffers]
-        extra = [n for n in saved if n not in (known if n in given else buffers)]
-        wrong = self._misfits(manifest, [name for name in known if name in given])
+        absent = [*(n for n in known if n not in parameters), *absent_buffers]
+        extra = [n for n in saved if n not in (known if n in parameters else buffers)]
+        wrong = self._misfits(manifest, [name for name in known if name in parameters])
         require_fit("the save is of another model", {"absent": absent, "unexpected": extra}, wrong, fix=OTHER)
 
     @torch.no_grad()
     def restore(self, manifest: Manifest, reader: PieceReader) -> None:
-        """Read all that this rank owns. Raises PlanError if a file cannot be read after all."""
+        """Read all elements that this rank owns. Raises PlanError if a file cannot be read."""
         begin_at(self.optimizer, manifest.optimizer.updates, manifest.optimizer.rested)
         for target, name, kind, box in self._targets():
             if (kind == AVERAGE and not manifest.has_average) or name not in manifest.tensors:
@@ -146,7 +145,7 @@ class TrainingState:
             scale.num_good.fill_(saved.num_good)
 
     def told_of_average(self, manifest: Manifest) -> str:
-        """The warning if a running mean of the weights is saved or wanted, but not both."""
+        """Return a warning if only one of the save and the spec has a running mean of the weights, else ""."""
         if self.reads != "all":
             return ""
         is_wanted = self.optimizer.average is not None
@@ -159,16 +158,16 @@ class TrainingState:
         return ""
 
     def needed(self, manifest: Manifest) -> set[str]:
-        """The names of the files in which anything lies that this rank owns."""
-        held = {name: list(zip(entry.pieces, entry.boxes, strict=True)) for name, entry in manifest.tensors.items()}
-        found = set()
+        """Return the names of the files with elements that this rank owns."""
+        pieces = {name: list(zip(entry.pieces, entry.boxes, strict=True)) for name, entry in manifest.tensors.items()}
+        files = set()
         for _, name, kind, box in self._targets():
-            if kind in ("parameter", "buffer") and name in held:
-                found |= {index for (index, *_), other in held[name] if other.intersection(box) is not None}
-        return {manifest.files[index].name for index in found}
+            if kind in ("parameter", "buffer") and name in pieces:
+                files |= {index for (index, *_), other in pieces[name] if other.intersection(box) is not None}
+        return {manifest.files[index].name for index in files}
 
     def _targets(self) -> Iterator[tuple[Tensor, str, str, Box]]:
-        """The targets of this rank's values: (its memory, name, kind, box of the full tensor)."""
+        """Yield (memory, name, kind, box of the full tensor) of all values that this rank owns."""
         for run in self._runs():
             for piece in self._of_run(run, Range(0, len(run.range))):
                 for kind, values in run.values.items():
@@ -183,7 +182,7 @@ class TrainingState:
     # ---- the elements of each tensor that this rank owns
 
     def _runs(self) -> Iterator[OwnedRun]:
-        """Trainable parameters as the optimizer owns them, then those in no buffer in full; each once."""
+        """Yield runs of parameters in buckets, then parameters in no buffer as a whole; each once."""
         yield from owned_runs(self.optimizer)
         for buffer in self.optimizer.buffers.buffers:
             for bucket in buffer.buckets if buffer.planned.is_frozen else ():
@@ -202,7 +201,7 @@ class TrainingState:
                     yield OwnedRun(local, Range(0, len(values)), {"parameter": values}, *equal)
 
     def _written_range(self, run: OwnedRun) -> Range:
-        """Of the run's elements those that this rank writes: of equal copies each rank has its share."""
+        """Return the elements of a run that this rank writes: ranks with equal copies write a share each."""
         local, mesh, place = run.local, self.groups.mesh, self.groups.place
         if local.tied_stages and place["pp"] != mesh.pp_rank_of(min(local.tied_stages)):
             return Range(0, 0)
@@ -214,7 +213,7 @@ class TrainingState:
         return Range(size * index // count, size * (index + 1) // count)
 
     def _of_run(self, run: OwnedRun, within: Range) -> Iterator[Piece]:
-        """``within``: which of the run's elements; the pieces' places count from the run's begin."""
+        """Yield pieces of the elements ``within`` of a run, with positions that count from the begin of the run."""
         local = run.local
         part = part_of(local, self.groups.mesh, self.groups.place)
         start = run.range.start
@@ -222,37 +221,37 @@ class TrainingState:
             yield Piece(piece.box, piece.first + within.start, piece.outer, piece.inner, piece.is_shared)
 
     def _misfits(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Shapes and dtypes that are not the plan's, and parameters that were trained then and are frozen now, or the
-        reverse.
+        """Return a line for each shape or dtype that differs from the plan, and each parameter that is trained only in
+        the save or only in the plan.
         """
         rows = {row.name: row for row in self.plan.parameters}
-        buffers, found = self.plan.to_run()[1].buffer_of(self.plan.mesh.ep), []
+        buffers, lines = self.plan.to_run()[1].buffer_of(self.plan.mesh.ep), []
         for name in names:
             entry, row = manifest.tensors[name], rows[name]
             wanted = _kinds(row.dtype, buffers.get(name), manifest)
             if entry.shape != tuple(row.shape):
-                found.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
+                lines.append(f"{name} has shape {list(entry.shape)}, the model has {list(row.shape)}")
             elif manifest.has_weights_alone:
                 continue  # cast as they are read
             elif entry.values.get("parameter") != row.dtype:
-                found.append(f"{name} is {entry.values.get('parameter')}, the model has {row.dtype}")
+                lines.append(f"{name} is {entry.values.get('parameter')}, the model has {row.dtype}")
             elif self.reads == "all" and entry.values != wanted:
-                found.append(
+                lines.append(
                     f"{name} was saved with {listed(entry.values, 5)}, and resuming needs {listed(wanted, 5)} "
                     "(it is trained in one, and frozen in the other)"
                 )
-        return found
+        return lines
 
 
 def _kinds(dtype: str, buffer: Buffer | None, manifest: Manifest) -> dict[str, str]:
-    """The dtype of each kind of values that is saved of a parameter; ``buffer`` None for one that is not trained."""
-    found = {"parameter": dtype}
+    """Return kind → dtype of the values that are saved of a parameter; ``buffer`` None: it is not trained."""
+    kinds = {"parameter": dtype}
     if buffer is not None:
         of_main = str(buffer.main_dtype).removeprefix("torch.")
-        found |= {"main": of_main} if of_main != dtype else {}
-        found |= {AVERAGE: of_main} if manifest.has_average else {}
-        found |= dict.fromkeys(buffer.moments if manifest.optimizer.updates > 0 else (), of_main)
-    return found
+        kinds |= {"main": of_main} if of_main != dtype else {}
+        kinds |= {AVERAGE: of_main} if manifest.has_average else {}
+        kinds |= dict.fromkeys(buffer.moments if manifest.optimizer.updates > 0 else (), of_main)
+    return kinds
 
 
 def view_of(values: Tensor, piece: Piece) -> Tensor:
@@ -261,9 +260,10 @@ def view_of(values: Tensor, piece: Piece) -> Tensor:
 
 
 def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[str]) -> tuple[Manifest, str]:
-    """The manifest and its checksum. The same call on every rank. ``groups``: the saver's, which wait for a slow disk.
+    """Restore ``state``, and return the manifest and its checksum. All ranks must call it.
 
-    Raises PlanError on every rank, naming the file; then nothing was changed, unless it says so.
+    ``groups``: the saver's, which wait for a slow disk. Raises PlanError on every rank, naming the file; then nothing
+    was changed, unless it says so.
     """
     directory = Path(directory)
     with agreed(groups):
@@ -274,8 +274,7 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
     with agreed(groups):
         manifest, checksum = read_step(save)
         state.check(manifest)
-    seen = all_gather_json(groups, checksum)
-    if odd := [rank for rank, told in enumerate(seen) if told != seen[0]]:
+    if odd := unlike_rank_0(groups, checksum):
         what = f"rank {odd[0]} sees another save under this name than rank 0"
         raise PlanError(what, where=str(save), fix="save to and load from a directory that all nodes share")
     with agreed(groups):
@@ -288,7 +287,7 @@ def load_save(state: TrainingState, groups: Groups, directory: str | PathLike[st
 
 
 def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
-    """The runs of every trainable parameter; a tied one comes once."""
+    """Yield the runs of all trainable parameters; a tied one once."""
     has_moments = updates_of(optimizer)[0] > 0  # they are zero while every step was skipped
     for index, shard in enumerate(optimizer.shards):
         dp = shard.bucket.shared_by
@@ -303,19 +302,20 @@ def owned_runs(optimizer: DistributedOptimizer) -> Iterator[OwnedRun]:
 
 
 def _copies(optimizer: DistributedOptimizer, shared_by: DataParallel, local: LocalParameter) -> tuple[int, int]:
-    """How many ranks own the same elements, and which of them this one is."""
+    """Return how many ranks own the same elements, and the number of this rank among them."""
     within, here = shared_by.size // shared_by.num_shards, 0 if shared_by.sharded else shared_by.rank
     copy, copies = optimizer.copy_of_shards if local.expert is None else (0, 1)
     return within * copies, copy * within + here
 
 
 def updates_of(optimizer: DistributedOptimizer) -> tuple[int, dict[str, int]]:
-    """The number of updates that were not skipped, which a bias correction uses; 0 on a rank without trainable
-    parameters. Beside it those of the parameters that may rest, and lie here."""
+    """Return the number of updates that were not skipped (0 on a rank without trainable parameters), and the numbers of
+    parameters on this rank that may rest.
+    """
     return optimizer.optimizer.updates() if optimizer.optimizer is not None else (0, {})
 
 
 def begin_at(optimizer: DistributedOptimizer, updates: int, updates_of: Mapping[str, int]) -> None:
-    """Moments of zero and counts of updates, before a checkpoint's moments are read into them."""
+    """Create zero moments and set the numbers of updates, before moments are read from a checkpoint."""
     if optimizer.optimizer is not None:
         optimizer.optimizer.begin(updates, updates_of)

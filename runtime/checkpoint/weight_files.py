@@ -1,9 +1,9 @@
-"""The weights of a directory of the Hub; of quantised ones, their values: q.float() · scale.float(), then cast.
+"""The weights of a directory of the Hub; quantised weights are dequantised: q.float() · scale.float(), then cast.
 
-FP8     w [.., r, c]             w_scale_inv [.., ⌈r / b0⌉, ⌈c / b1⌉]     a block has one, the last are shorter
-                                 w_scale [r] or [r, 1], [1] or []         a row has one, or the tensor
-                                 w_scale [r, c / g]                       g values of a row have one
-FP4     w [.., r, c / 2]         scale [.., r, c / 32]                    two values a byte, the lower half is the first
+FP8     w [.., r, c]             w_scale_inv [.., ⌈r / b0⌉, ⌈c / b1⌉]     one scale per block, the last are smaller
+                                 w_scale [r] or [r, 1], [1] or []         one scale per row, or per tensor
+                                 w_scale [r, c / g]                       one scale per group of g values of a row
+FP4     w [.., r, c / 2]         scale [.., r, c / 32]                    two values per byte, the low half is first
 MXFP4   w_blocks [.., r, c / 32, 16]    w_scales [.., r, c / 32]          w is [.., c, r]
 """
 
@@ -23,18 +23,18 @@ from planner.progress import say
 from planner.sharding.boxes import Box
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor, listed
 
-_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")  # of activations
+_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")  # scales of activations
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "mxfp4")
 _FORMATS = ("float-quantized", "naive-quantized")  # of compressed-tensors
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_GROUP = 32  # values of FP4 that have one scale
+_GROUP = 32  # FP4 values with one scale
 _FP4 = torch.tensor([sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
-_MOST = 1 << 20  # elements that are computed at once
+_MOST = 1 << 20  # elements that are dequantised at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """``shape``: of the weight as scales see it; each ``block`` of its last two dims has one."""
+    """A quantised weight. ``shape``: of the stored weight; each ``block`` of its last two dims has a scale."""
 
     values: StoredTensor
     scale: StoredTensor
@@ -55,7 +55,8 @@ class Quantised:
 
 
 class WeightFiles(SafetensorsFiles):
-    """``tensors``: those of the model, with their shapes there; ``quantised``: of which the values are computed.
+    """The weight files of a model. ``tensors``: with their names and shapes in the model. ``quantised``: those that are
+    dequantised as they are read.
 
     Raises PlanError, naming file and tensor, for other kinds of quantised weights, and scales that do not fit.
     """
@@ -66,17 +67,17 @@ class WeightFiles(SafetensorsFiles):
         self._pair(_settings(self.directory))
 
     def tell_unread(self) -> None:
-        """Of the first rank, a line with the files and tensors that are not read, if there are any."""
+        """Print a line with the files and tensors that are not read, if there are any; on rank 0 only."""
         if self.unread:
             say(f"{shorten(self.directory)}: not read: {listed(self.unread)}")
 
     def read(self, name: str, box: Box, target: Tensor) -> None:
-        found = self.quantised.get(name)
-        if found is None:
+        quantised = self.quantised.get(name)
+        if quantised is None:
             super().read(name, box, target)
             return
         start, stop = box.start, box.stop
-        if found.is_transposed:
+        if quantised.is_transposed:
             target = target.transpose(-1, -2)
             start, stop = ((*ends[:-2], ends[-1], ends[-2]) for ends in (start, stop))
         (*_, first, left), (*_, last, right) = start, stop
@@ -85,44 +86,45 @@ class WeightFiles(SafetensorsFiles):
             matrix = target[tuple(at - begin for at, begin in zip(place, start, strict=False))]
             for top in range(first, last, step):
                 bottom = min(top + step, last)
-                matrix[top - first : bottom - first].copy_(self._values(found, place, (top, bottom), (left, right)))
+                matrix[top - first : bottom - first].copy_(self._values(quantised, place, (top, bottom), (left, right)))
 
     def _values(self, of: Quantised, place: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Of one matrix, in float32. Blocks of FP4 are read whole."""
+        """Return values of one matrix, float32 [rows, columns]. Blocks of FP4 are read as a whole."""
         unit = _GROUP if of.is_packed else 1
         first, last = columns[0] // unit * unit, -(-columns[1] // unit) * unit
         inner = ((first // 2, last // 2),) if of.is_packed else ((first, last),)
         if of.is_transposed:
             inner = (first // unit, last // unit), (0, _GROUP // 2)
-        held = self._held(of.values, (*((at, at + 1) for at in place), rows, *inner)).reshape(rows[1] - rows[0], -1)
+        stored = self._stored(of.values, *((at, at + 1) for at in place), rows, *inner).reshape(rows[1] - rows[0], -1)
         if of.is_packed:
-            held = held.view(torch.uint8)
-            held = _FP4[torch.stack((held & 15, held >> 4), -1).flatten(-2).long()]
+            stored = stored.view(torch.uint8)
+            values = _FP4[torch.stack((stored & 15, stored >> 4), -1).flatten(-2).long()]
         else:
-            held = held.float()
-        held *= self._scales(of, place, rows, (first, last))
-        return held[:, columns[0] - first : columns[1] - first]
+            values = stored.float()
+        values *= self._scales(of, place, rows, (first, last))
+        return values[:, columns[0] - first : columns[1] - first]
 
     def _scales(self, of: Quantised, place: tuple[int, ...], *ranges: tuple[int, int]) -> Tensor:
-        """That of each element."""
+        """Return the scale of each element, float32 [rows, columns]."""
         ends = [(a // b, -(-z // b)) for (a, z), b in zip(ranges, of.block, strict=True)]
         if of.scale.shape == of.grid:
-            scale = self._held(of.scale, (*((at, at + 1) for at in place), *ends))
+            scale = self._stored(of.scale, *((at, at + 1) for at in place), *ends)
         else:
-            scale = self._held(of.scale, tuple((0, n) for n in of.scale.shape))
+            scale = self._stored(of.scale, *((0, n) for n in of.scale.shape))
             scale = scale.reshape(of.grid if scale.numel() == prod(of.grid) else (1,) * len(of.grid)).expand(of.grid)
             scale = scale[(*place, *(slice(*end) for end in ends))]
-        is_exponent = scale.dtype == torch.uint8  # of 2
+        is_exponent = scale.dtype == torch.uint8  # powers of 2
         scale = (scale.view(torch.float8_e8m0fnu) if is_exponent else scale).float().reshape([z - a for a, z in ends])
         for dim, ((a, z), (begin, _), b) in enumerate(zip(ranges, ends, of.block, strict=True)):
             scale = scale.index_select(dim, torch.arange(a, z) // b - begin)
         return scale
 
-    def _held(self, stored: StoredTensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+    def _stored(self, stored: StoredTensor, *ranges: tuple[int, int]) -> Tensor:
+        """Return the elements in ``ranges`` of the dims, as stored."""
         box = Box(tuple(a for a, _ in ranges), tuple(z for _, z in ranges))
-        held = torch.empty(box.shape, dtype=stored.dtype)
-        self.read_stored(stored, box, held)
-        return held
+        values = torch.empty(box.shape, dtype=stored.dtype)
+        self.read_stored(stored, box, values)
+        return values
 
     # ---- opening
 
@@ -140,25 +142,26 @@ class WeightFiles(SafetensorsFiles):
                 raise _refused(weight, "is stored in FP8, but config.json has no quantization_config")
             if len(names) != 1:
                 raise _refused(weight, f"has {len(names)} scales" if names else "has no scale")
-            found = _quantised(weight, self.tensors[names[0]], settings)
-            self._check(found.scale)
+            quantised = _quantised(weight, self.tensors[names[0]], settings)
+            self._check(quantised.scale)
             del self.tensors[weight.name], self.tensors[names[0]]
-            shape = (*found.shape[:-2], found.shape[-1], found.shape[-2]) if found.is_transposed else found.shape
-            self.quantised[name] = found
+            *outer, rows, columns = quantised.shape
+            shape = (*outer, columns, rows) if quantised.is_transposed else quantised.shape
+            self.quantised[name] = quantised
             self.tensors[name] = replace(weight, name=name, shape=shape, dtype=torch.float32)
         if settings and not self.quantised:
             stored = next(iter(self.tensors.values()))
             raise _refused(stored, "is not quantised, but config.json has a quantization_config")
 
     def _check(self, scale: StoredTensor) -> None:
-        held = self._held(scale, tuple((0, n) for n in scale.shape))
-        is_finite = (held != 255).all() if held.dtype == torch.uint8 else held.float().isfinite().all()
+        values = self._stored(scale, *((0, n) for n in scale.shape))
+        is_finite = (values != 255).all() if values.dtype == torch.uint8 else values.float().isfinite().all()
         if not is_finite:
             raise _refused(scale, "has values that are not finite")
 
 
 def _names(weight: StoredTensor, settings: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """The name of a quantised weight in the model, and those that its scales may have; no scales of any other."""
+    """Return the name of a weight in the model, and the possible names of its scale; none if it is not quantised."""
     name, is_byte = weight.name, weight.dtype in (torch.uint8, torch.int8)
     if is_byte and settings.get("quant_method") == "mxfp4" and name.endswith("_blocks"):
         return name.removesuffix("_blocks"), (f"{name.removesuffix('blocks')}scales",)
@@ -169,7 +172,7 @@ def _names(weight: StoredTensor, settings: Mapping[str, Any]) -> tuple[str, tupl
 
 
 def _quantised(values: StoredTensor, scale: StoredTensor, settings: Mapping[str, Any]) -> Quantised:
-    """Raises PlanError, naming both, for a scale that does not fit."""
+    """Return the quantised weight. Raises PlanError, naming both tensors, for a scale that does not fit."""
     shape, fits = [*values.shape], len(values.shape) > 1
     blocks: list[Any] = [(1, _GROUP)]
     if fits and values.name.endswith("_blocks"):
@@ -182,21 +185,21 @@ def _quantised(values: StoredTensor, scale: StoredTensor, settings: Mapping[str,
         size = shape[-2] if prod(scale.shape) == 1 else 1
         blocks = [(size, shape[-1]), *_blocks(settings)]
     for block in blocks if fits else ():
-        found = Quantised(values, scale, tuple(shape), block)
-        whole = block[1] == shape[-1] and scale.shape in ((), (1,), tuple(shape[:-1]))
-        if whole or scale.shape == found.grid:
-            return found
+        quantised = Quantised(values, scale, tuple(shape), block)
+        is_of_rows = block[1] == shape[-1] and scale.shape in ((), (1,), tuple(shape[:-1]))
+        if is_of_rows or scale.shape == quantised.grid:
+            return quantised
     raise _refused(
         scale, f"has shape {list(scale.shape)}, which fits neither rows nor blocks {list(blocks[-1])} of {values.name}"
     )
 
 
 def _blocks(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Those that config.json names: of all weights, or of groups of modules, as compressed-tensors does."""
+    """Return the block sizes of config.json: for all weights, or by groups of modules, as in compressed-tensors."""
     groups = settings.get("config_groups")
-    held = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if _is_dict(groups) else []
+    groups = groups.values() if _is_dict(groups) else ()
     named = [settings.get("weight_block_size")]
-    for weights in filter(_is_dict, held):
+    for weights in filter(_is_dict, [group.get("weights") for group in filter(_is_dict, groups)]):
         named += [weights.get("block_structure"), [1, weights.get("group_size")]]
     return [(block[0], block[1]) for block in named if _is_block(block)]
 
@@ -210,19 +213,19 @@ def _is_block(value: object) -> TypeGuard[Sequence[int]]:
 
 
 def _settings(directory: Path) -> Mapping[str, Any]:
-    """The quantization_config of config.json; empty if the weights are plain. Raises PlanError for other methods."""
+    """Return the quantization_config of config.json; empty without one. Raises PlanError for an unknown method."""
     config = directory / "config.json"
     content = read_json(config, "config") if is_file(config) else {}
-    found = content.get("quantization_config") if isinstance(content, dict) else None
-    if not isinstance(found, dict):
+    settings = content.get("quantization_config") if isinstance(content, dict) else None
+    if not isinstance(settings, dict):
         return {}
-    method = found.get("quant_method")
-    if method == "compressed-tensors" and found.get("format", _FORMATS[0]) not in _FORMATS:
-        method = f"{method} {found['format']}"
+    method = settings.get("quant_method")
+    if method == "compressed-tensors" and settings.get("format", _FORMATS[0]) not in _FORMATS:
+        method = f"{method} {settings['format']}"
     if method not in _METHODS:
         what = f"the weights are quantised by {str(method)[:60]!r}, which is not read"
         raise PlanError(what, where=str(config), fix="load the directory of the model that was quantised")
-    return found
+    return settings
 
 
 def _refused(stored: StoredTensor, how: str) -> PlanError:

@@ -20,7 +20,7 @@ from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from passes.program.program import Assumption
 from planner.forms import PLAIN, Form, Forms, in_rows
-from runtime.distributed.agreement import agreed, all_gather_json
+from runtime.distributed.agreement import agreed, unlike_rank_0
 from runtime.distributed.groups import Groups
 from runtime.distributed.meeting import listed
 
@@ -228,8 +228,7 @@ class BatchChecks:
         with agreed(groups):
             check_here(layout, batch, groups.rank, groups.mesh.world_size, local=local)
         integers = {name: value for name, value in batch.items() if not value.is_floating_point()}
-        digests = all_gather_json(groups, "" if local else digest_of(integers), str)
-        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        if odd := unlike_rank_0(groups, "" if local else digest_of(integers)):
             fix = "give every rank the same global batch, or its own rows with train_step(batch, local=True)"
             raise PlanError(f"the first batch of {listed(odd)} differs from that of rank 0", where="batch", fix=fix)
 

@@ -142,7 +142,7 @@ class TokenBatches(OfSamples):
 def stacked(
     samples: Sequence[Mapping[str, np.ndarray]], roles: Mapping[str, str], inputs: Mapping[str, InputSpec]
 ) -> dict[str, Tensor]:
-    """Return each input as [samples, *shape]. Raises PlanError for an input whose role the samples lack."""
+    """Return each input as [samples, *shape]. Raises PlanError if the samples lack a role."""
     for name, role in roles.items():
         if role not in samples[0]:
             what = f"the input {name!r} is fed by {role}, which this objective does not provide"

@@ -54,6 +54,12 @@ def gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda valu
     return _gathered(groups, own, read, 0)
 
 
+def unlike_rank_0(groups: Groups, own: Any) -> list[int]:
+    """Return the ranks with another ``own`` than rank 0, on every rank."""
+    values = all_gather_json(groups, own)
+    return [rank for rank, value in enumerate(values) if value != values[0]]
+
+
 def _gathered(groups: Groups, own: Any, read: Callable[[Any], T], to: int | None) -> list[T]:
     """``to``: the rank that gets all; None: every rank."""
     if groups.host is None:

@@ -24,7 +24,7 @@ from passes.parameters import LocalParameter
 from planner.capture.model.assembly import Assembly
 from planner.frozen_plan import Plan
 from planner.mesh import Mesh
-from planner.sharding.boxes import Box, Part, Ranges, part_of, pieces
+from planner.sharding.boxes import Box, Part, Ranges, part_of, runs_in
 from planner.sharding.parameters import ParameterPlan
 from runtime.distributed.agreement import call, wait_for_rank_0
 from runtime.distributed.groups import Groups
@@ -228,7 +228,7 @@ def _place_constants(module: nn.Module, device: torch.device, later: Collection[
             )
 
 
-Runs = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
+Runs = list[tuple[tuple[slice, ...], tuple[slice, ...]]]  # elements of a box, in a rank's part and in the box
 
 
 class OwnParameters(Mapping[str, Tensor]):
@@ -278,7 +278,8 @@ def whole(row: ParameterPlan, own: Mapping[str, Tensor], dtype: torch.dtype, gro
 def fetch(row: ParameterPlan, own: Mapping[str, Tensor], box: Box, target: Tensor, groups: Groups) -> None:
     """Copy ``box`` of one row to ``target`` on rank 0. All ranks must call it for the same boxes in one order."""
     own.get(row.name)  # on every rank that has a part: ranks that shard it have to gather it together
-    runs = {rank: runs_in(part, row.shape, box) for rank, part in senders_of(row, groups.mesh).items()}
+    parts = senders_of(row, groups.mesh)
+    runs = {rank: [(s, b.slices_in(box)) for s, b in runs_in(part.ranges, box)] for rank, part in parts.items()}
     if groups.rank == 0:
         _receive({rank: of_rank for rank, of_rank in runs.items() if of_rank}, row, own, target, groups)
     elif runs.get(groups.rank):
@@ -315,17 +316,3 @@ def senders_of(row: ParameterPlan, mesh: Mesh) -> dict[int, Part]:
         owners = range(mesh.ep) if expert.dim >= 0 else [expert.owner(mesh.ep)]
         ranks = [mesh.expert.rank_of({"tp": etp, "ep": ep, "dp": 0, "pp": pp}) for ep in owners for etp in cuts]
     return {rank: part_of(row, mesh, mesh.place(rank)) for rank in ranks}
-
-
-def runs_in(part: Part, shape: Sequence[int], box: Box) -> Runs:
-    """Return the elements of ``box`` in a part of a tensor of ``shape``, as slices of the part and of the box."""
-    found: Runs = []
-    for whole, local in pieces(part.ranges):
-        start, stop, shift = list(box.start), list(box.stop), [0] * len(shape)
-        for dim, (first, last) in whole.items():
-            start[dim], stop[dim] = max(start[dim], first), min(stop[dim], last, shape[dim])
-            shift[dim] = local[dim][0] - first
-        if all(a < b for a, b in zip(start, stop, strict=True)):
-            held = tuple(slice(a + n, b + n) for a, b, n in zip(start, stop, shift, strict=True))
-            found.append((held, Box(tuple(start), tuple(stop)).slices_in(box)))
-    return found

@@ -262,6 +262,6 @@ def assemble(parts: Sequence[Part], shards: Sequence[Tensor], shape: Sequence[in
     """The full tensor of all its parts, without padding."""
     full = shards[0].new_empty(tuple(shape))
     for part, held in zip(parts, shards, strict=True):
-        for local, place in runs_in(part, shape, Box.whole(shape)):
-            full[place].copy_(held[local])
+        for local, place in runs_in(part.ranges, Box.whole(shape)):
+            full[place.slices].copy_(held[local])
     return full

@@ -75,7 +75,7 @@ class ChatTokenizer:
         return self.render_seen([([self.seen(message) for message in messages], generates)], tools)[0]
 
     def render_seen(self, cases: Sequence[Case], tools: list[Any] | None) -> list[str]:
-        """Return the template's text of each case, whose messages are results of ``seen``. Raises RowError.
+        """Return the text of each case, of messages that ``seen`` returned. Raises RowError.
 
         Raises PlanError if the tokenizer has no template.
         """
