@@ -3,20 +3,19 @@
     DIR/adapter_model.safetensors, adapter_config.json            the adapter `default`
     DIR/NAME/…                                                    any other
 
-Which tensors a file holds, and under which names, each method of peft decides. So rank 0 gathers the tensors of the
-adapters into peft's module, of which the base has no values, and lets it save them: the bytes are those that one
-process would write, whatever the layout and the version of peft.
+Each method of peft decides which tensors a file holds, and under which names. Rank 0 therefore gathers the tensors of
+the adapters into peft's module, with a base without values, and peft saves them: the bytes are those that one process
+would write, for any layout and version of peft.
 """
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from passes.errors import PlanError
@@ -27,14 +26,16 @@ from planner.capture.model.reference import CONFIG
 from planner.files.text import read_json
 from planner.frozen_plan import Plan
 from runtime.checkpoint.atomic_directory import replaced_directory, sync
+from runtime.checkpoint.hub_tensors import by_any_name, gathered
 from runtime.checkpoint.pretrained_load import read_all
+from runtime.checkpoint.pretrained_save import entries_of, reader_of
 from runtime.checkpoint.safetensors_files import SafetensorsFiles, listed, require_fit
-from runtime.distributed.agreement import agreed, broadcast_json, halfway
-from runtime.weights.shards import RankWeights, whole
+from runtime.distributed.agreement import agreed, halfway
+from runtime.weights.shards import RankWeights
 
 DEFAULT = "default"
 _FILE = re.compile(r"adapter_model.*|adapter_config\.json")
-# Settings that say where an adapter comes from, or how it began and was trained: not what it computes.
+# settings about the origin or the training of an adapter, which do not change its results
 _OF_ORIGIN = frozenset(
     {"inference_mode", "base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type"}
     | {"lora_dropout", "module_dropout", "rank_dropout", "init_weights", "init_lora_weights", "low_cpu_mem_usage"}
@@ -43,13 +44,12 @@ _FIX = "load an adapter of this base and config, or plan the base with the adapt
 
 
 def adapted_in(hub: HubFormat) -> Adapted:
-    """Raises PlanError for a model without adapters."""
-    found = hub.adapted
-    if found is None:
+    """Return the adapters of the planned model. Raises PlanError if there are none."""
+    if hub.adapted is None:
         what = "the planned model has no adapters of peft, or the plan was loaded from a file"
         fix = "plan the model that peft.get_peft_model returns, or add --peft adapter_config.json"
         raise PlanError(what, where="MODEL", fix=fix)
-    return found
+    return hub.adapted
 
 
 def directory_of(directory: str | PathLike[str], adapter: str) -> Path:
@@ -57,35 +57,18 @@ def directory_of(directory: str | PathLike[str], adapter: str) -> Path:
 
 
 def save_adapters(weights: RankWeights, own: Mapping[str, Tensor], directory: str | PathLike[str]) -> None:
-    """``own``: this rank's shards by name. The same call on every rank; raises PlanError on all."""
-    adapted = adapted_in(weights.plan.hub)
+    """Write the adapters. ``own``: this rank's shards by name. All ranks must call it; raises PlanError on all."""
+    adapted, entries, leads = adapted_in(weights.plan.hub), entries_of(weights), weights.groups.rank == 0
     needed = [name for adapter in adapted.adapters for name in adapted.needed_by(adapter)]
-    values = gathered(weights, own, needed)
+    values = gathered(by_any_name(entries), reader_of(entries, own, weights), needed, leads=leads)
     with agreed(weights.groups, rank_0_is_long=True):
-        if weights.groups.rank == 0:
+        if leads:
             for adapter in adapted.adapters:
                 _write(adapted, adapter, values, directory_of(directory, adapter))
 
 
-def gathered(weights: RankWeights, own: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Full tensors by the model's names on the CPU of rank 0, ``{}`` elsewhere. The same names on every rank."""
-    groups, kept = weights.groups, weights.kept
-    unused = broadcast_json(groups, [*kept.parameters])
-    rows = {name: row for row in weights.plan.parameters for name in (row.name, *row.aliases)}
-    found: dict[str, Tensor] = {}
-    for name in dict.fromkeys(names):
-        row = rows.get(name)
-        if row is not None and row.name not in unused:
-            value = whole(row, own, getattr(torch, row.dtype), groups)
-        else:
-            value = kept.tensors[row.name if row else name] if groups.rank == 0 else None
-        if value is not None:
-            found[name] = value
-    return found
-
-
 def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directory: Path) -> None:
-    """Raises OSError."""
+    """Write one adapter to ``directory``. Raises OSError."""
     with replaced_directory(
         directory, lambda name: _FILE.fullmatch(name) is not None, lambda name: name == CONFIG
     ) as new:
@@ -95,7 +78,7 @@ def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directo
             warnings.catch_warnings(action="ignore"),
         ):
             adapted.module.save_pretrained(str(new), selected_adapters=[adapter])
-        (new / "README.md").unlink(missing_ok=True)  # a template, which would replace a text of the user's own
+        (new / "README.md").unlink(missing_ok=True)  # a template, which would replace a README of the user
         if adapter != DEFAULT:
             for path in (new / adapter).iterdir():
                 path.rename(new / path.name)
@@ -105,7 +88,7 @@ def _write(adapted: Adapted, adapter: str, values: Mapping[str, Tensor], directo
 
 
 def load_adapters(weights: RankWeights, directory: str | PathLike[str], bring: Callable[[str], None]) -> None:
-    """Fill this rank's parts of the adapters. The same call on every rank; all succeed or none has changed.
+    """Fill this rank's parts of the adapters. All ranks must call it; on an error, no rank has changed.
 
     ``bring(name)`` is called before the weights of a parameter are replaced. Raises PlanError on every rank, naming
     file and tensor.
@@ -117,10 +100,10 @@ def load_adapters(weights: RankWeights, directory: str | PathLike[str], bring: C
             opened = {
                 adapter: stack.enter_context(_opened(adapted, adapter, place)) for adapter, place in places.items()
             }
-            found = {adapter: find(files, weights.plan, adapted, adapter) for adapter, files in opened.items()}
+            sources = {adapter: find(files, weights.plan, adapted, adapter) for adapter, files in opened.items()}
         with halfway(groups, "the adapters are"):
             for adapter, files in opened.items():
-                read_all(files, found[adapter], weights, bring)
+                read_all(files, sources[adapter], weights, bring)
 
 
 def check_adapters(plan: Plan, directory: str | PathLike[str]) -> None:
@@ -137,31 +120,33 @@ def _opened(adapted: Adapted, adapter: str, place: Path) -> SafetensorsFiles:
 
 
 def check_config(adapted: Adapted, adapter: str, directory: Path) -> None:
-    """Raise PlanError unless the config in ``directory`` is that of the planned adapter, for the planned base."""
+    """Raise PlanError unless the config in ``directory`` matches the planned adapter and the planned base."""
     file = directory / CONFIG
-    given = read_json(file, "adapter config", fix="give a directory that peft's save_pretrained or save_adapters wrote")
-    if not isinstance(given, dict):
+    config = read_json(
+        file, "adapter config", fix="give a directory that peft's save_pretrained or save_adapters wrote"
+    )
+    if not isinstance(config, dict):
         raise PlanError(f"{CONFIG} is no adapter config", where=str(file), fix=_FIX)
     planned = adapted.config_of(adapter)
-    bases = [str(config.get("base_model_name_or_path") or "").rstrip("/") for config in (given, planned)]
+    bases = [str(each.get("base_model_name_or_path") or "").rstrip("/") for each in (config, planned)]
     if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
         what = f"the adapter was trained on the base {bases[0]}, the planned model is {bases[1]}"
         raise PlanError(what, where=str(file), fix=_FIX)
     for key, value in planned.items():
-        if key not in _OF_ORIGIN and key in given and _plain(given[key]) != _plain(value):
-            what = f"the adapter has {key}: {_plain(given[key])}, the planned one {_plain(value)}"
+        if key not in _OF_ORIGIN and key in config and _plain(config[key]) != _plain(value):
+            what = f"the adapter has {key}: {_plain(config[key])}, the planned one {_plain(value)}"
             raise PlanError(what, where=str(file), fix=_FIX)
 
 
 def _plain(value: Any) -> Any:
-    """Lists of names as sets: peft keeps them so."""
+    """Return a value with lists of names sorted: peft treats them as sets."""
     if isinstance(value, (list, tuple, set)) and all(isinstance(part, str) for part in value):
         return sorted(value)
     return value
 
 
 def find(files: SafetensorsFiles, plan: Plan, adapted: Adapted, adapter: str) -> dict[str, Source]:
-    """Name in the model → the file's tensor. Raises one PlanError that lists all that does not fit."""
+    """Return name in the model → tensor in the file. Raises one PlanError that lists all tensors that do not fit."""
     names = adapted.files_of(adapter)
     if computed := [stored for stored, name in names.items() if name is None]:
         what = f"peft saves only the result of the module that makes {listed(computed)}, not its weights"

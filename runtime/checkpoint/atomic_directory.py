@@ -1,11 +1,11 @@
-"""Replace a directory at once: whoever looks, and whatever is killed, sees the old one or the new one.
+"""Replaces a directory atomically: a reader sees the old one or the new one, even if the writer is killed.
 
     write  .name.….partial beside it  ->  sync  ->  exchange the two names  ->  delete the old
 
-If names cannot be exchanged, the new files are moved into the directory one by one: for a mount point (a container's
-volume), the working directory (open shells would stay in a deleted one), a directory that may not be renamed, and a
-file system without the exchange. Then each file is the old or the new one, and the index that lists them moves
-last: a killed run leaves the old set, the new one, or one that is rejected, never a mixture that loads.
+New files are moved one by one instead if the names cannot be exchanged: for a mount point (a container's volume), the
+working directory (open shells would stay in a deleted one), a directory that may not be renamed, and a file system
+without the exchange. Each file is then the old or the new one, and the index that lists them moves last: a killed run
+leaves the old set, the new set, or a set that is rejected, never a mixture that loads.
 """
 
 import ctypes
@@ -31,11 +31,11 @@ _RENAME_EXCHANGE = 2
 def replaced_directory(
     directory: Path, is_stale: Callable[[str], bool], is_index: Callable[[str], bool] = lambda name: False
 ) -> Iterator[Path]:
-    """An empty directory, which takes the place of ``directory`` when the block ends well, else nothing changes.
+    """Yield an empty directory, which replaces ``directory`` at the end of the block; on an error nothing changes.
 
-    Files of the old directory that the block did not write stay, except those with a name that ``is_stale``. Files with
-    a name that ``is_index`` list the others that belong together. The remains of earlier, killed attempts are removed.
-    Raises OSError, and PlanError if another process is replacing the directory now.
+    Files of the old directory that the block did not write stay, except those with a name that ``is_stale``. A file
+    with a name that ``is_index`` lists others that belong together. Remains of earlier, killed attempts are removed.
+    Raises OSError, and PlanError if another process is replacing the directory.
     """
     target = Path(os.path.realpath(directory))
     if target.exists() and not target.is_dir():
@@ -62,7 +62,7 @@ def replaced_directory(
 
 @contextmanager
 def _own_place(target: Path, parent: Path) -> Iterator[Path]:
-    """A new directory in ``parent`` that this process alone holds, by a lock that ends with it."""
+    """Yield a new directory in ``parent``, which this process locks; the lock ends with the process."""
     _clear_left_overs(target, parent)
     new = name_beside(parent / target.name)
     new.mkdir()  # the kernel applies the umask
@@ -72,13 +72,13 @@ def _own_place(target: Path, parent: Path) -> Iterator[Path]:
             raise _is_busy(target)
         yield new
     finally:
-        shutil.rmtree(new, ignore_errors=True)  # the unfinished one, or after the exchange the old one
+        shutil.rmtree(new, ignore_errors=True)  # the unfinished directory; after the exchange, the old one
         if handle is not None and handle >= 0:
             os.close(handle)
 
 
 def _clear_left_overs(target: Path, parent: Path) -> None:
-    """Remove the remains of killed attempts. Raises PlanError if an attempt is alive: it holds its lock."""
+    """Remove the remains of killed attempts. Raises PlanError if an attempt is alive, which holds its lock."""
     for left_over in parent.glob(f".{glob.escape(target.name[:MOST_LETTERS])}.*{PARTIAL}"):
         handle = _locked(left_over)
         if handle is None:
@@ -89,11 +89,11 @@ def _clear_left_overs(target: Path, parent: Path) -> None:
 
 
 def _locked(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None if another process has it, -1 without locks."""
+    """Lock a directory and return the descriptor; None if another process holds the lock, -1 without locks."""
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return None  # another process removed it as a left-over
+        return None  # another process removed it as remains
     except OSError:
         return -1
     try:
@@ -113,13 +113,13 @@ def _is_busy(target: Path) -> PlanError:
 
 
 def _must_stay(target: Path) -> bool:
-    """Whether the directory cannot, or should not, get another name."""
+    """Return whether the directory cannot, or should not, be renamed."""
     here = Path(os.path.realpath(os.curdir))
     return here.is_relative_to(target) or is_mount_point(target) or not os.access(target.parent, os.W_OK | os.X_OK)
 
 
 def is_mount_point(path: Path) -> bool:
-    """Also true of a bind mount of the same file system, such as a container's volume."""
+    """Return whether a path is a mount point; also for a bind mount of the same file system (a container's volume)."""
     if os.path.ismount(path):
         return True
     with suppress(OSError):
@@ -130,7 +130,7 @@ def is_mount_point(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Write a file or directory to the disk before anything that follows."""
+    """Sync a file or directory to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -149,7 +149,7 @@ def _keep_others(old: Path, new: Path, is_stale: Callable[[str], bool]) -> None:
 
 
 def _link(source: str | Path, target: str | Path) -> None:
-    """The same file under a second name if the file system can link, else a copy."""
+    """Link a file under a second name; copy it if the file system cannot link."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -159,8 +159,8 @@ def _link(source: str | Path, target: str | Path) -> None:
 def _move_into(
     new: Path, target: Path, written: list[str], is_stale: Callable[[str], bool], is_index: Callable[[str], bool]
 ) -> None:
-    """Moves file by file. An old index that would name new files is removed first, a new one comes last, then stale
-    files are removed.
+    """Move file by file: remove an old index that would list new files, move files, then the index, then remove stale
+    files.
     """
     others, indices = [n for n in written if not is_index(n)], [n for n in written if is_index(n)]
     old = [path.name for path in target.iterdir() if is_stale(path.name)]
@@ -179,7 +179,7 @@ def _move_into(
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False if the system or the file system cannot."""
+    """Exchange two names in one step; return False if the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

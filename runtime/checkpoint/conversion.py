@@ -1,8 +1,8 @@
-"""A save as a Hugging Face directory, and back, without a launch.
+"""Exports a save as a Hugging Face directory, and imports one as a save, without a launch.
 
-Out: one tensor in memory at a time, without the model.
+An export holds one tensor in memory at a time and does not need the model's code, except to merge adapters.
 
-Back: weights alone, from which any layout and optimizer begins.
+An import writes a save of weights alone, which any layout and optimizer can start from:
 
     headers of the files → names and shapes of the model → buckets: read → rank-0000N.safetensors → manifest, latest
 
@@ -11,7 +11,7 @@ One bucket is in memory at a time; values keep the dtype of the files, and a run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -34,13 +34,11 @@ from runtime.checkpoint.atomic_directory import FIX, replaced_directory
 from runtime.checkpoint.hub_tensors import (
     MAX_SHARD_BYTES,
     Entry,
-    Read,
     check_names,
     files_of,
     filled,
     hub_entries,
     json_of_names,
-    made_tensor,
     made_tensors,
     names_of_files,
     read_into,
@@ -67,17 +65,16 @@ from runtime.checkpoint.weight_files import WeightFiles
 BUCKET_BYTES = 512 << 20
 STEP = 0
 _TEXTS = ("config.json", "generation_config.json")
-Names = Sequence[tuple[str, tuple[str, ...]]]  # with aliases
+Names = Sequence[tuple[str, tuple[str, ...]]]  # (name, aliases)
 
 
 def export(
     save: Path, manifest: Manifest, directory: str | PathLike[str], *, averaged: bool = False, names: str = "hf"
 ) -> None:
-    """Weights and persistent buffers of a verified save, as ``Engine.save_pretrained`` would write them.
+    """Write weights and persistent buffers of a verified save, as ``Engine.save_pretrained`` would.
 
-    ``names``: likewise. config.json is there if the model had one. Of a model that peft has wrapped it is the base with
-    the adapters merged. The directory is replaced atomically. ``averaged``: the running mean of trained parameters, in
-    the weights' dtype. Raises PlanError.
+    ``names``: as there. ``averaged``: the running mean of trained parameters, in the weights' dtype. For a model that
+    peft has wrapped, the base with the adapters merged. The directory is replaced atomically. Raises PlanError.
     """
     check_names(names)
     if averaged:
@@ -91,22 +88,16 @@ def export(
             if not each.is_statistic
         }
         if manifest.adapters is not None:
-            from runtime.checkpoint.merged import merge_of, read_merged  # loads the model's code and peft
+            from runtime.checkpoint.merged import merge_of  # loads the model's code and peft
 
             merge = merge_of(save, manifest)
-            read = read_merged(merge, manifest, partial(_whole, entries, read))
+            read = merge.reader(entries.values(), read)
             entries, texts = {entry.name: entry for entry in merge.entries}, merge.texts(texts)
         tensors = entries.values()
         files = files_of(hub_entries(tensors, manifest.names) if names == "hf" else tensors, MAX_SHARD_BYTES)
         tensors = made_tensors(files, read)
         with writing("the export", str(directory), FIX):
             write_directory(Path(directory), files, tensors, texts)
-
-
-def _whole(entries: Mapping[str, Entry], read: Read, name: str) -> Tensor:
-    value = made_tensor(entries[name], read)
-    assert value is not None
-    return value
 
 
 def _read(manifest: Manifest, reader: PieceReader, averaged: bool, name: str, box: Box, target: Tensor) -> None:
@@ -120,7 +111,7 @@ def _kind(tensor: TensorEntry) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A part of a tensor of the save: its kind, and the tensors of the files with its values."""
+    """A part of a tensor of the save: its kind, and the assembly of the files' tensors."""
 
     name: str
     kind: str
@@ -133,7 +124,7 @@ class Stored:
         return self.box.num_elements * self.dtype.itemsize
 
     def parts(self, most: int) -> list[Stored]:
-        """Of ``most`` bytes: some experts of a stack; one row at least."""
+        """Return parts of at most ``most`` bytes along dim 0 (some experts of a stack), of at least one row."""
         if self.num_bytes <= most:
             return [self]
         rows, *rest = self.made.shape
@@ -145,15 +136,17 @@ class Stored:
 def import_weights(
     directory: Path, run: Path, model: str | None = None, *, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Path, int]:
-    """The new save, and how many tensors it has. ``model``: a MODEL that has the names of the files; left out, the
-    model of the directory's config.json. Raises PlanError, naming file and tensor; then nothing is written.
+    """Write a save with the weights of ``directory`` to ``run``; return it, and the number of its tensors.
+
+    ``model``: a MODEL with the names of the files; None: the model of the directory's config.json. Raises PlanError,
+    naming file and tensor; then nothing is written.
     """
     with WeightFiles(directory) as files:
         built = _model_of(directory, model)
         rows, hub = described(built), hub_format(built)
         found = find_in(files, hub, rows)
         files.tell_unread()
-        for first, *others in found.parameters.values():  # tied, and stored under several names
+        for first, *others in found.parameters.values():  # a tied parameter may be stored under several names
             for other in others:
                 check_equal(files, first, other, lambda made: whole_of(files, made))
         tensors = list(_stored(files, rows, hub, found))
@@ -162,7 +155,7 @@ def import_weights(
         with owned(run):
             _refuse_saves(run)
             aliases = {row.name: row.aliases for row in rows}
-            stored = names_of_files([*found.parameters.items(), *((n, (made,)) for n, made in found.buffers.items())])
+
             manifest = draft(
                 step=STEP,
                 line=Line.new(),
@@ -173,7 +166,7 @@ def import_weights(
                 optimizer=OptimizerEntry(name=NO_OPTIMIZER, updates=0),
                 loss_scale=None,
                 texts=texts,
-                stored_names=json_of_names(stored),
+                stored_names=json_of_names(names_of_files(found.copies.items())),
                 model_files=keep_files(model_files(f"hf:{directory}", ()), run / FOLDER),
                 extra={},
             )
@@ -182,7 +175,7 @@ def import_weights(
 
 
 def described(model: nn.Module) -> list[Described]:
-    """Every parameter once, under its first name."""
+    """Return every parameter of a model once, under its first name."""
     names: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
@@ -203,14 +196,14 @@ def _model_of(directory: Path, model: str | None) -> nn.Module:
 
 
 def _stored(files: WeightFiles, rows: Iterable[Described], hub: HubFormat, found: Found) -> Iterator[Stored]:
-    """In the model's order, buffers last."""
+    """Yield the tensors of the save in the model's order, buffers last."""
     dtypes = {row.name: getattr(torch, row.dtype) for row in rows}
-    made = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
-    made += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
-    for name, kind, tensor in made:
-        is_quantised = any(source.name in files.quantised for source in sources(tensor))
-        dtype = dtypes[name] if is_quantised else dtype_of(files, tensor)
-        yield Stored(name, kind, tensor, dtype, Box.whole(tensor.shape))
+    tensors = [(row.name, "parameter", found.parameters[row.name][0]) for row in rows]
+    tensors += [(name, "buffer", found.buffers[name]) for name in hub.persistent_buffers if name in found.buffers]
+    for name, kind, made in tensors:
+        is_quantised = any(source.name in files.quantised for source in sources(made))
+        dtype = dtypes[name] if is_quantised else dtype_of(files, made)
+        yield Stored(name, kind, made, dtype, Box.whole(made.shape))
 
 
 def _refuse_saves(run: Path) -> None:
@@ -223,7 +216,7 @@ def _refuse_saves(run: Path) -> None:
 def _write(
     files: SafetensorsFiles, tensors: Sequence[Stored], names: Names, run: Path, manifest: Manifest, bucket_bytes: int
 ) -> Path:
-    """``manifest``: the draft."""
+    """Write the save and return its directory. ``manifest``: the draft."""
     name = f"step-{STEP:08d}"
     parts = [part for each in tensors for part in each.parts(bucket_bytes)]
     with (

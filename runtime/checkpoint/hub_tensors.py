@@ -258,6 +258,19 @@ def made_tensor(entry: Entry, read: Read, *, leads: bool = True) -> Tensor | Non
     return target if leads else None
 
 
+def by_any_name(entries: Iterable[Entry]) -> dict[str, Entry]:
+    """Return entries by their names and aliases."""
+    return {name: entry for entry in entries for name in (entry.name, *entry.aliases)}
+
+
+def gathered(
+    entries: Mapping[str, Entry], read: Read, names: Iterable[str], *, leads: bool = True
+) -> dict[str, Tensor]:
+    """Return full tensors by name where ``leads``, ``{}`` elsewhere. All ranks must call it with the same names."""
+    tensors = {name: made_tensor(entries[name], read, leads=leads) for name in dict.fromkeys(names)}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def reading_whole(full: Callable[[str], Tensor | None]) -> Read:
     """Return a ``Read`` that makes full tensors and copies boxes of them; the last tensor is kept.
 

@@ -1,10 +1,10 @@
-"""The manifest of a save: one JSON file with the saved tensors and the place of each element. Written last.
+"""The manifest of a save: one JSON file with the saved tensors and the place of each element, written last.
 
     {"checksum": "…", "manifest": {"step": 12, "files": […], "tensors": {name: {shape, values, pieces}}, …}}
 
-The checksum is of the bytes of the manifest; those of the files are in it, so a flipped bit anywhere is found. They are
-XXH3 of 128 bits: as fast as memory on any CPU; SHA-256 without hardware support would take longer than the
-disk. They detect accidents, not attacks: a writer of the checkpoint can also write its checksums.
+The checksum covers the bytes of the manifest, which contains those of the files: any flipped bit is detected. Checksums
+are 128-bit XXH3, which is as fast as memory on any CPU; SHA-256 without hardware support would be slower than the disk.
+They detect accidents, not attacks: a writer of the checkpoint can also write its checksums.
 
 The input is untrusted: sizes are checked before memory is allocated, and names before paths are built.
 """
@@ -31,18 +31,18 @@ from runtime.checkpoint.safetensors_files import bad_save, read_small
 MANIFEST, FORMAT, VERSION = "manifest.json", "meshwright checkpoint", 4
 WITH_NAMES = 4
 _READ = (1, 2, 3, VERSION)  # 1: without lines; 2: without adapters; 3: without names and files of the Hub
-MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed it takes less than 1 GB whatever it holds
+MAX_BYTES = 32 << 20  # some 100,000 parameters; parsed, it takes less than 1 GB with any content
 _LATER = {"meshwright", "line", "adapters", "stored_names", "model_files"}  # fields that earlier versions lack
-_MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # of 100,000 parameters in several pieces
+_MOST = {b"[": 1_500_000, b"{": 500_000, b'"': 4_000_000}  # enough for 100,000 parameters in several pieces
 _MAX_CORNERS = 2_000_000
 _HEAD, _MIDDLE, _TAIL = b'{"checksum": "', b'", "manifest": ', b"}\n"
 _DIGITS = 32
-STATISTICS = {"row_var", "col_var"}  # of saves by adafactor, which was a rule: their weights can be read
-NO_OPTIMIZER = "none"  # of a save of weights alone
+STATISTICS = {"row_var", "col_var"}  # in saves of earlier versions with adafactor: their weights can be read
+NO_OPTIMIZER = "none"  # the optimizer of a save of weights alone
 
 Size = Annotated[int, Field(ge=0, le=2**48)]
 Sizes = Annotated[tuple[Size, ...], Field(max_length=8)]
-# parameter, main, ema, buffer, or a moment, as the update rule names it
+# parameter, main, ema, buffer, or a moment by its name in the update rule
 Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 Axis = Literal["tp", "pp", "vpp", "dp", "cp", "ep", "etp", "edp"]
 DType = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
@@ -61,8 +61,9 @@ class FileEntry(_Strict):
 
 
 class ModelFile(_Strict):
-    """A file beside the model's weights (runtime.checkpoint.model_files): a tokenizer, say. No path is made of its
-    name."""
+    """A file beside the model's weights, such as a tokenizer (runtime.checkpoint.model_files). No path is built from
+    its name.
+    """
 
     name: Annotated[str, Field(max_length=600)]
     bytes: Size
@@ -70,8 +71,7 @@ class ModelFile(_Strict):
 
 
 class TensorEntry(_Strict):
-    """A parameter or buffer: its full shape, the dtype of each kind of values that is stored, and the files that hold
-    them.
+    """A parameter or buffer: its full shape, the dtype of each stored kind of values, and their places in files.
 
     ``pieces``: (index of the file, start, stop) of boxes that hold each element of the full shape once.
     """
@@ -87,13 +87,14 @@ class TensorEntry(_Strict):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it holds values of the rows or columns of a parameter."""
+        """Whether the tensor holds values of the rows or columns of a parameter."""
         return self.values.keys() <= STATISTICS
 
 
 class OptimizerEntry(_Strict):
-    """``updates``: those that were not skipped; of the first on there are moments. ``rested``: of parameters that had
-    fewer, since no row chose them in some steps."""
+    """The optimizer. ``updates``: number of updates that were not skipped; from the first on there are moments.
+    ``rested``: smaller numbers of parameters that no row chose in some steps.
+    """
 
     name: str
     updates: Size
@@ -101,27 +102,29 @@ class OptimizerEntry(_Strict):
 
 
 class LossScaleEntry(_Strict):
-    """The scale and the good steps since it last changed."""
+    """The loss scale, and the number of good steps since it last changed."""
 
     scale: float
     num_good: Size
 
 
 class AdaptersEntry(_Strict):
-    """Of a model that peft has wrapped: the config of each adapter, and the hash of its modules' settings
-    (planner.capture.model.hub_format)."""
+    """The adapters of peft: the config of each, and the hash of its modules' settings
+    (planner.capture.model.hub_format).
+    """
 
     configs: dict[str, dict[str, JsonValue]]
     modules: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Manifest(_Strict):
-    """Contents of a save. ``mesh`` and ``seed`` are of the run; any mesh reads it. ``texts``: config files by name.
+    """The contents of a save. ``mesh``, ``order``, ``zero``, ``seed``: of the run; a run with others can load the save.
 
     ``meshwright``: the version that wrote it, "" before 0.2.0.
-    ``stored_names``: how files of the Hub are made of these tensors, unless they are the same (hub_names).
-    ``model_files``: those that the run keeps beside its saves.
     ``line``: the line of saves that it continues (``runtime.checkpoint.lines``).
+    ``texts``: config files by name.
+    ``stored_names``: name in files of the Hub → assembly of these tensors, unless it is one of them.
+    ``model_files``: files that the run keeps beside its saves.
     """
 
     format: Literal["meshwright checkpoint"] = FORMAT
@@ -146,7 +149,7 @@ class Manifest(_Strict):
 
     @property
     def has_weights_alone(self) -> bool:
-        """Whether it was imported: any optimizer begins with its weights."""
+        """Whether the save was imported: any optimizer can start from its weights."""
         return self.optimizer.name == NO_OPTIMIZER
 
     @property
@@ -160,7 +163,7 @@ class Manifest(_Strict):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together, in bytes."""
         return sum(file.bytes for file in self.files)
 
     @property
@@ -169,8 +172,7 @@ class Manifest(_Strict):
 
 
 def draft(**facts: Any) -> Manifest:
-    """Of a save under way, by its fields without files and tensors: ``runtime.checkpoint.pieces.completed`` adds
-    these."""
+    """Return a manifest without files and tensors, which ``runtime.checkpoint.pieces.completed`` adds."""
     return Manifest(meshwright=__version__, written=now(), files=(), tensors={}, **facts)
 
 
@@ -179,7 +181,7 @@ def now() -> str:
 
 
 def key_of(kind: str, name: str, start: Iterable[int]) -> str:
-    """The name of a piece in its safetensors file."""
+    """Return the name of a piece in its safetensors file."""
     return f"{kind}/{name}@{','.join(map(str, start))}"
 
 
@@ -188,27 +190,27 @@ def checksum(data: bytes) -> str:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> str:
-    """On the disk when it returns its checksum. Raises OSError, and PlanError for one that would not be read again."""
+    """Write and sync a manifest, and return its checksum. Raises OSError, and PlanError if it could not be read."""
     inner = json.dumps(manifest.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode()
-    told = checksum(inner)
-    text = _HEAD + told.encode() + _MIDDLE + inner + _TAIL
+    digest = checksum(inner)
+    text = _HEAD + digest.encode() + _MIDDLE + inner + _TAIL
     if len(text) > MAX_BYTES:
         what = f"the manifest takes {len(text):,} bytes, more than {MAX_BYTES:,}"
         raise PlanError(what, where=str(path), fix="store less in extra")
     _checked(inner, path)
     write_new(path, text)
-    return told
+    return digest
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, str]:
-    """The manifest of a save, and its checksum. Raises PlanError, naming the file, unless it is complete and valid."""
+    """Return the manifest of a save and its checksum. Raises PlanError, naming the file, unless it is valid."""
     path = directory / MANIFEST
-    inner, told = _framed(path)
-    return _with_plain_names(_checked(inner, path)), told
+    inner, digest = _framed(path)
+    return _with_plain_names(_checked(inner, path)), digest
 
 
 def _with_plain_names(manifest: Manifest) -> Manifest:
-    """Names as plans have them, also in saves that have those of torch.compile's wrappers."""
+    """Return a manifest with names as in plans: some saves have those of torch.compile's wrappers."""
     names = [*manifest.tensors, *manifest.optimizer.rested]
     if all(plain_name(name) == name for name in names):
         return manifest
@@ -222,32 +224,32 @@ def _with_plain_names(manifest: Manifest) -> Manifest:
 
 
 def place_of(directory: Path) -> SavePosition | None:
-    """The line and step of a save, without reading its tensors; None if its manifest is damaged."""
+    """Return line and step of a save without checking its tensors; None if its manifest is damaged."""
     try:
         inner, _ = _framed(directory / MANIFEST)
         _refuse_too_many(inner, directory / MANIFEST)
-        read = _Head.model_validate_json(inner)
+        head = _Head.model_validate_json(inner)
     except (PlanError, ValidationError):
         return None
-    return SavePosition(read.line, read.step)
+    return SavePosition(head.line, head.step)
 
 
 class _Head(BaseModel):
-    """The fields of a manifest that give its line and step."""
+    """Line and step of a manifest."""
 
     step: Size
     line: Line = Line(id=NO_LINE)
 
 
 def _framed(path: Path) -> tuple[bytes, str]:
-    """The content of the frame, and its checksum. Raises PlanError."""
+    """Return the content of the frame and its checksum. Raises PlanError if they do not match."""
     text = read_small(path, MAX_BYTES)
     start = len(_HEAD) + _DIGITS
-    told, inner = text[len(_HEAD) : start].decode("latin-1"), text[start + len(_MIDDLE) : -len(_TAIL)]
+    digest, inner = text[len(_HEAD) : start].decode("latin-1"), text[start + len(_MIDDLE) : -len(_TAIL)]
     is_framed = text.startswith(_HEAD) and text[start:].startswith(_MIDDLE) and text.endswith(_TAIL)
-    if not is_framed or told != checksum(inner):
+    if not is_framed or digest != checksum(inner):
         raise _damaged(path, "its bytes changed after it was written")
-    return inner, told
+    return inner, digest
 
 
 def _checked(inner: bytes, path: Path) -> Manifest:
@@ -258,7 +260,7 @@ def _checked(inner: bytes, path: Path) -> Manifest:
 
 
 def _refuse_too_many(inner: bytes, path: Path) -> None:
-    """Raise PlanError before anything is parsed that would take far more memory than its text."""
+    """Raise PlanError before parsing a text that would take far more memory than its size."""
     if too_many := [sign.decode() for sign, most in _MOST.items() if inner.count(sign) > most]:
         raise _damaged(path, f"too many entries in {too_many[0]}")
 
@@ -275,7 +277,7 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
         raise PlanError(
             "it was written by another version of meshwright", where=str(path), fix="load it with that version"
         )
-    # Pydantic would report every absent name with a copy of all the others.
+    # pydantic would report each absent name with a copy of all others
     if odd := content.keys() ^ Manifest.model_fields.keys() - (_LATER - content.keys()):
         raise _damaged(path, f"absent or unknown: {min(odd)[:80]!r}")
     del content
@@ -288,32 +290,33 @@ def _parsed(inner: bytes, path: Path) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str:
-    """The first contradiction in the manifest; empty if there is none."""
+    """Return the first contradiction in the manifest, or "" if there is none."""
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         return "a file is listed twice"
-    held, corners = [0] * len(names), 0
+    sizes, corners = [0] * len(names), 0
     for name, entry in manifest.tensors.items():
         boxes, item_bytes = entry.boxes, sum(getattr(torch, dtype).itemsize for dtype in entry.values.values())
         for (file, *_), box in zip(entry.pieces, boxes, strict=True):
             ends = zip(box.start, box.stop, entry.shape, strict=False)
             fits = len(box.start) == len(box.stop) == len(entry.shape) and all(a < b <= n for a, b, n in ends)
-            if not fits or file >= len(held):
+            if not fits or file >= len(sizes):
                 return f"a piece of {name[:200]!r} lies outside the tensor, or in no file"
-            held[file] += box.num_elements * item_bytes
+            sizes[file] += box.num_elements * item_bytes
         corners += num_corners(entry.shape, boxes)
         if corners > _MAX_CORNERS:
             return f"more than {_MAX_CORNERS:,} corners of pieces"
         if not entry.values or not tiles(entry.shape, boxes):
             return f"the pieces of {name[:200]!r} do not contain each element exactly once"
     try:
-        made = manifest.names
+        stored = manifest.names
     except ValueError as error:
         return str(error)
-    shapes = None if manifest.adapters is not None else {name: entry.shape for name, entry in manifest.tensors.items()}
-    if shapes is not None and any(shapes.get(s.name) != s.shape for each in made.values() for s in sources(each)):
+    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+    is_other = any(shapes.get(s.name) != s.shape for made in stored.values() for s in sources(made))
+    if is_other and manifest.adapters is None:
         return "names of files are of other tensors"
-    for file, size in zip(manifest.files, held, strict=True):
+    for file, size in zip(manifest.files, sizes, strict=True):
         if size > file.bytes:
             return f"{file.name} is smaller than its listed contents"
     return ""
@@ -324,7 +327,7 @@ def _damaged(path: Path, how: str) -> PlanError:
 
 
 def json_of(extra: Any) -> dict[str, JsonValue]:
-    """``extra`` as it will come back. Raises PlanError for values that JSON cannot hold."""
+    """Return ``extra`` as ``load`` will return it. Raises PlanError for values that JSON cannot hold."""
     try:
         text = json.dumps(dict(extra or {}), allow_nan=False)
         return json.loads(text)

@@ -5,8 +5,8 @@
 Each method of peft has its own equation (W + scale·B·A, a norm over it, a product of rotations, …), so peft's module of
 the layer computes it, on full tensors of that layer alone: rank 0 never holds the model.
 
-From a save, without a launch, the modules are made of its configs, without values: only a base of transformers, and
-only adapters that are as peft makes them.
+An export of a save runs without a launch: it builds the modules from the configs in the save, without values. The base
+must be a model of transformers, and the adapters as peft builds them from their config.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -28,8 +28,8 @@ from passes.errors import PlanError, refusing
 from planner.capture.model.hub_format import Adapted, adapted, describe_adapters, held_by, in_its_dtype
 from planner.capture.model.reference import CONFIG, load_model
 from planner.capture.model.reference import named as wrapped
-from runtime.checkpoint.adapters import DEFAULT, adapted_in, gathered
-from runtime.checkpoint.hub_tensors import Entry, Read, files_of, made_tensors, reading_whole
+from runtime.checkpoint.adapters import DEFAULT, adapted_in
+from runtime.checkpoint.hub_tensors import Entry, Read, by_any_name, files_of, gathered, made_tensors, reading_whole
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.pretrained_save import entries_of, named, reader_of, texts_of, write_directory
 from runtime.checkpoint.safetensors_files import listed
@@ -45,8 +45,8 @@ FIX = (
 class Merging:
     """One tensor of the merged base. ``source``: its name in the model, before any merge.
 
-    ``layers``: (name of a layer of peft in the model, name of the tensor below the merged layer), of those that change
-    it: two if a tied weight has two.
+    ``layers``: (name of a layer of peft in the model, name of the tensor below the merged layer) of each layer that
+    changes it; a tied weight may have two.
     """
 
     entry: Entry
@@ -56,8 +56,9 @@ class Merging:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Tensors on their way out, and config files by name. ``reader``: of this rank's shards by name, copies parts of
-    full tensors to rank 0, in calls of all ranks for the same parts in one order."""
+    """Tensors to write, and config files by name. ``reader``: this rank's shards by name → a ``Read`` that copies parts
+    of full tensors to rank 0, which all ranks must call for the same parts in one order.
+    """
 
     entries: list[Entry]
     reader: Callable[[Mapping[str, Tensor]], Read]
@@ -65,21 +66,15 @@ class Outgoing:
 
 
 def outgoing(weights: RankWeights, names: str, *, merged: bool) -> Outgoing:
-    """Of the model, or of the base with its adapters ``merged``. The same call on every rank."""
-    plan, texts = weights.plan, texts_of(weights)
+    """Return the tensors of the model, or of the base with its adapters ``merged``. All ranks must call it."""
+    plan, texts, entries, leads = weights.plan, texts_of(weights), entries_of(weights), weights.groups.rank == 0
     if not merged:
-        entries = entries_of(weights)
         return Outgoing(named(entries, names, weights), lambda own: reader_of(entries, own, weights), texts)
     merge = Merge.of(adapted_in(plan.hub), plan.spec.get("precision", {}).get("parameters"))
-
-    def reader(own: Mapping[str, Tensor]) -> Read:
-        def full(name: str) -> Tensor | None:
-            values = gathered(weights, own, merge.needed(merge.mergings[name]))
-            return merge.merged(merge.mergings[name], values) if weights.groups.rank == 0 else None
-
-        return reading_whole(full)
-
-    return Outgoing(named(merge.entries, names, weights), reader, merge.texts(texts))
+    out = named(merge.entries, names, weights)
+    return Outgoing(
+        out, lambda own: merge.reader(entries, reader_of(entries, own, weights), leads=leads), merge.texts(texts)
+    )
 
 
 def save_hub(
@@ -91,8 +86,10 @@ def save_hub(
     names: str,
     merged: bool,
 ) -> None:
-    """``own``: this rank's shards by name. The same call on every rank, which all take part in making the tensors that
-    rank 0 writes; raises PlanError on all."""
+    """Write a Hugging Face directory on rank 0. ``own``: this rank's shards by name.
+
+    All ranks must call it: they send their shards of each tensor. Raises PlanError on all.
+    """
     if weights.plan.hub.adapted is not None and not merged:
         what = "peft has wrapped the planned model, and transformers does not know its names"
         fix = "call save_adapters for the adapters alone, or save_merged for a model that transformers loads"
@@ -106,14 +103,14 @@ def save_hub(
             if leads:
                 write_directory(Path(directory), files, tensors, out.texts)
         except (OSError, PlanError):
-            deque(tensors, maxlen=0)  # the other ranks continue to send
+            deque(tensors, maxlen=0)  # the other ranks still send their shards
             raise
         deque(tensors, maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The merged base: of each of its tensors, by name, how it is made."""
+    """The merge of adapters into their base. ``mergings``: one for each tensor of the merged base, by name."""
 
     adapted: Adapted
     mergings: dict[str, Merging]
@@ -125,20 +122,30 @@ class Merge:
 
     @classmethod
     def of(cls, adapted: Adapted, cast: str | None) -> Merge:
-        """``cast``: dtype of all floating tensors. Raises PlanError if peft cannot merge the adapters."""
+        """Return the merge. ``cast``: dtype of all floating tensors. Raises PlanError if peft cannot merge them."""
         base = merged_without_values(adapted)
-        made = {merging.entry.name: merging for merging in mergings_of(adapted, base, cast)}
-        return cls(adapted, made, _is_tied(base))
+        mergings = {merging.entry.name: merging for merging in mergings_of(adapted, base, cast)}
+        return cls(adapted, mergings, _is_tied(base))
+
+    def reader(self, entries: Iterable[Entry], read: Read, *, leads: bool = True) -> Read:
+        """Return a ``Read`` of the merged base, from a ``read`` of the model's ``entries``."""
+        own = by_any_name(entries)
+
+        def full(name: str) -> Tensor | None:
+            values = gathered(own, read, self.needed(self.mergings[name]), leads=leads)
+            return self.merged(self.mergings[name], values) if leads else None
+
+        return reading_whole(full)
 
     def needed(self, merging: Merging) -> list[str]:
-        """Names in the model of the tensors that it reads."""
+        """Return the names in the model of the tensors that a merging reads."""
         if not merging.layers:
             return [merging.source] if merging.source else []
         return [f"{path}.{name}" for path, _ in merging.layers for name in _names(self.adapted, path)]
 
     @torch.no_grad()
     def merged(self, merging: Merging, values: Mapping[str, Tensor]) -> Tensor:
-        """``values``: the needed tensors in full, on the CPU."""
+        """Return the merged tensor. ``values``: the needed tensors in full, on the CPU."""
         if not merging.layers:
             assert merging.source is not None, merging.entry
             return values[merging.source]
@@ -146,23 +153,23 @@ class Merge:
         for path, name in merging.layers:
             layer, base_names = copy.deepcopy(self.adapted.module.get_submodule(path)), self.adapted.base_names
             # clones: a merge writes in place
-            given = {own: values[f"{path}.{own}"].clone() for own in _names(self.adapted, path)}
+            tensors = {own: values[f"{path}.{own}"].clone() for own in _names(self.adapted, path)}
             if result is not None:
-                given |= {own: result for own in given if base_names.get(f"{path}.{own}", "").endswith(name)}
-            with held_by(layer, given):
+                tensors |= {own: result for own in tensors if base_names.get(f"{path}.{own}", "").endswith(name)}
+            with held_by(layer, tensors):
                 result = _unloaded(layer).state_dict(keep_vars=True)[name].detach()
         assert result is not None, merging.entry
         return result.to(merging.entry.dtype)
 
     def texts(self, texts: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json without a tie that the merge has undone."""
+        """Return config files by name; config.json without a tie that the merge has undone."""
         if "config.json" not in texts or self.is_tied:
             return dict(texts)
         return {**texts, "config.json": {**texts["config.json"], "tie_word_embeddings": False}}
 
 
 def merged_without_values(adapted: Adapted) -> nn.Module:
-    """The base after a merge on the meta device. Raises PlanError if peft cannot merge it."""
+    """Return the base after a merge on the meta device. Raises PlanError if peft cannot merge the adapters."""
     methods = ", ".join(str(config.peft_type.value) for config in adapted.module.peft_config.values())
     fix = "save them by save_adapters; peft loads them beside the base"
     if not hasattr(adapted.module, "merge_and_unload"):
@@ -173,7 +180,7 @@ def merged_without_values(adapted: Adapted) -> nn.Module:
 
 
 def mergings_of(adapted: Adapted, base: nn.Module, cast: str | None) -> Iterator[Merging]:
-    """Of every tensor of the merged base, in its order; a tied one once. ``cast``: dtype of all floating tensors."""
+    """Yield a merging for each tensor of the merged base, a tied one once. ``cast``: dtype of all floating tensors."""
     names: dict[int, list[str]] = {}
     values = base.state_dict(keep_vars=True)
     for name, value in values.items():
@@ -201,7 +208,7 @@ def _names(adapted: Adapted, path: str) -> list[str]:
 
 
 def _unloaded(layer: Any) -> nn.Module:
-    """The module of the base that a layer of peft wraps, with the active adapters merged, as peft's own unloading."""
+    """Return the base's module in a layer of peft, with the active adapters merged as peft's own unloading does."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
     layer.merge(safe_merge=False, adapter_names=None)
@@ -209,41 +216,25 @@ def _unloaded(layer: Any) -> nn.Module:
 
 
 def _is_tied(base: Any) -> bool:
-    """False if input and output embeddings that were tied have become two tensors."""
+    """Return False if input and output embeddings are two tensors, True if they are one or not both there."""
     pair: Sequence[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
     weights = [getattr(module, "weight", None) for module in pair]
     return None in weights or weights[0] is weights[1]
 
 
 def merge_of(save: Path, manifest: Manifest) -> Merge:
-    """Raises PlanError, naming the save, if the model cannot be made from it, or its adapters cannot be merged."""
-    found = _adapted_in(save, manifest)
+    """Return the merge of a save. Raises PlanError, naming the save, if its model cannot be built or merged."""
+    adapted = _adapted_in(save, manifest)
     try:
         dtypes = {tensor.values["parameter"] for tensor in manifest.tensors.values() if "parameter" in tensor.values}
-        merge = Merge.of(found, dtypes.pop() if len(dtypes) == 1 else None)  # of several, the config decides
+        merge = Merge.of(adapted, dtypes.pop() if len(dtypes) == 1 else None)  # if several, the config decides
     except PlanError as error:
         fix = "resume the run with --save-adapters DIR: peft loads them beside the base"
         raise PlanError(error.what, where=str(save), fix=fix) from None
-    names = _saved_names(manifest)
+    names = {own for name, tensor in manifest.tensors.items() for own in (name, *tensor.aliases)}
     if absent := [name for merging in merge.mergings.values() for name in merge.needed(merging) if name not in names]:
         raise _refused(save, f"these tensors of transformers' model are not in the save: {listed(absent)}")
     return merge
-
-
-def read_merged(merge: Merge, manifest: Manifest, values_of: Callable[[str], Tensor]) -> Read:
-    """``values_of``: a full tensor by its name in the save."""
-    names = _saved_names(manifest)
-
-    def full(name: str) -> Tensor:
-        merging = merge.mergings[name]
-        return merge.merged(merging, {own: values_of(names[own]) for own in dict.fromkeys(merge.needed(merging))})
-
-    return reading_whole(full)
-
-
-def _saved_names(manifest: Manifest) -> dict[str, str]:
-    """Each name of a tensor → the one in the save."""
-    return {own: name for name, tensor in manifest.tensors.items() for own in (name, *tensor.aliases)}
 
 
 def _adapted_in(save: Path, manifest: Manifest) -> Adapted:
@@ -260,15 +251,15 @@ def _adapted_in(save: Path, manifest: Manifest) -> Adapted:
             model = _model_in(Path(directory), in_its_dtype(manifest.texts)["config.json"], configs[DEFAULT])
     except PlanError as error:
         raise _refused(save, f"the model cannot be made from the save: {error.what}") from None
-    found = adapted(model)
-    assert found is not None
-    if describe_adapters(found)["modules"] != manifest.adapters.modules:
+    of_model = adapted(model)
+    assert of_model is not None
+    if describe_adapters(of_model)["modules"] != manifest.adapters.modules:
         raise _refused(save, "the layers of peft were changed after they were made, or by another version of peft")
-    return found
+    return of_model
 
 
 def _model_in(directory: Path, config: object, adapter: object) -> nn.Module:
-    """``directory`` gets both configs."""
+    """Return the model of both configs, which are written to ``directory``."""
     for name, content in (("config.json", config), (CONFIG, adapter)):
         (directory / name).write_text(json.dumps(content))
     reference = wrapped(f"hf:{directory}", directory / CONFIG)
@@ -276,7 +267,7 @@ def _model_in(directory: Path, config: object, adapter: object) -> nn.Module:
         return load_model(reference)
     except PlanError:
         raise
-    except Exception:  # an adapter that begins as a function of the base's values: of any values here
+    except Exception:  # some adapters are initialised from the base's values: here any values serve
         return load_model(reference, materialize=True)
 
 

@@ -1,4 +1,4 @@
-"""Load a Hugging Face directory: every rank reads its own slices, and nothing is written before everything is right."""
+"""Loads a Hugging Face directory: each rank reads its own slices, after all names, shapes and dtypes are checked."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,16 +34,22 @@ _MOST_SAMPLES = 64  # names that vote for a prefix
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How the model's tensors are made of stored ones: ``parameters`` by the plan's name, several if tied copies are
-    stored."""
+    """The model's tensors as assemblies of stored ones: ``parameters`` by the plan's name, several if tied copies are
+    stored.
+    """
 
     parameters: Mapping[str, tuple[Assembly, ...]]
     buffers: Mapping[str, Assembly]
 
+    @property
+    def copies(self) -> dict[str, tuple[Assembly, ...]]:
+        """All tensors by name."""
+        return {**self.parameters, **{name: (made,) for name, made in self.buffers.items()}}
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parameter of a model that no plan was made of. ``matrices``: of a weight that a rule of matrices updates."""
+    """A parameter of a model without a plan. ``matrices``: those of a weight that is updated matrix by matrix."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,10 +73,10 @@ Rest = Callable[[frozenset[str], Callable[[str], Tensor]], None]
 def load_pretrained(
     weights: RankWeights, directory: str | PathLike[str], rest: Rest, opened: Callable[[str], None]
 ) -> None:
-    """Fill this rank's parameters and persistent buffers. The same call on every rank; all succeed or none has changed.
+    """Fill this rank's parameters and persistent buffers. All ranks must call it; on an error, no rank has changed.
 
-    The directory of an adapted model is its base's. ``rest(found, read)`` is called once these are filled: with the
-    names of the model's tensors that were found, and a function that reads a full tensor by its name in the base.
+    For an adapted model, ``directory`` is its base's. ``rest(found, read)`` is called once they are filled: with the
+    names of the model's tensors that the files have, and a function that reads a full tensor by its name in the base.
     ``opened(name)`` is called before the weights of a parameter are replaced.
     Raises PlanError on every rank, naming file and tensor.
     """
@@ -85,24 +91,22 @@ def load_pretrained(
             texts = {config.name: read_json(config, "config")} if is_file(config) else {}
             files.tell_unread()
         with halfway(groups, "the weights are"):
-            made = {**{name: copies[0] for name, copies in found.parameters.items()}, **found.buffers}
+            made = {name: first for name, (first, *_) in found.copies.items()}
             with shown_if_slow(f"loading {shorten(files.directory)}"):
                 read_all(files, made, weights, opened)
             by_base = {base: each for name, each in made.items() for base in _base_names(plan.hub, (name,))}
             rest(frozenset(made), lambda base_name: whole_of(files, by_base[base_name]))
             kept.texts.update(texts)
             kept.names.clear()
-            copies = {**found.parameters, **{name: (each,) for name, each in found.buffers.items()}}
-            named = ((base, each) for name, each in copies.items() for base in _base_names(plan.hub, (name,)))
+            named = ((base, each) for name, each in found.copies.items() for base in _base_names(plan.hub, (name,)))
             kept.names.update(names_of_files(named))
 
 
-# ---- which file holds which tensor
+# ---- names
 
 
 def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[ParameterPlan | Described]) -> Found:
-    """Match the stored tensors with ``rows``, the parameters of a model. Raises one PlanError that lists all that does
-    not fit."""
+    """Match the stored tensors with ``rows``, a model's parameters. Raises one PlanError that lists all misfits."""
     names_of = {row.name: _base_names(hub, (row.name, *row.aliases)) for row in rows}
     buffers_of = {base: name for name in hub.persistent_buffers for base in _base_names(hub, (name,))}
     known = {name for names in (*names_of.values(), buffers_of) for name in names}
@@ -130,24 +134,24 @@ def find_in(files: SafetensorsFiles, hub: HubFormat, rows: Sequence[ParameterPla
 
 
 def _base_names(hub: HubFormat, names: Iterable[str]) -> tuple[str, ...]:
-    """The names that the base's files may have for a tensor; none for one of an adapter."""
+    """Return the names that the base's files may have for a tensor; none for a tensor of an adapter."""
     return tuple(dict.fromkeys(base for name in names if (base := hub.base_name(name)) is not None))
 
 
 def match_names(made: Mapping[str, list[Assembly]], known: set[str]) -> dict[str, list[Assembly]]:
-    """``made`` by the model's names: those that are not ``known`` with a prefix, or without one, if then they are."""
+    """Return ``made`` by the model's names: unknown names gain or lose a prefix if they are ``known`` then."""
     added, removed = _prefix([name for name in made if name not in known], known)
-    found: dict[str, list[Assembly]] = {}
+    matched: dict[str, list[Assembly]] = {}
     for name, assemblies in made.items():
         other = added + name if added else name.removeprefix(removed)
-        found.setdefault(other if name not in known and other in known else name, []).extend(assemblies)
-    return found
+        matched.setdefault(other if name not in known and other in known else name, []).extend(assemblies)
+    return matched
 
 
 def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
-    """The one prefix that, put before the lost names or taken off them, finds most of them; as (added, removed).
+    """Return (added, removed): the prefix with which most of the unknown names become known, if there is only one.
 
-    A checkpoint of a base model lacks the name under which a model with a head holds that base; or the other way round.
+    A checkpoint of a base model lacks the prefix of that base in a model with a head, or the other way round.
     """
     votes: Counter[tuple[str, str]] = Counter()
     for name in lost[:_MOST_SAMPLES]:
@@ -163,7 +167,7 @@ def _prefix(lost: Sequence[str], known: set[str]) -> tuple[str, str]:
 
 
 def _misfit(files: SafetensorsFiles, made: Assembly, row: ParameterPlan | Described) -> str:
-    """Why these tensors cannot be the parameter of ``row``; empty if they can."""
+    """Return why these tensors cannot be the parameter of ``row``, or "" if they can."""
     stored = [files.tensors[source.name] for source in sources(made)]
     first = f"{stored[0].name} in {stored[0].file.name}"
     if made.shape != tuple(row.shape):
@@ -186,7 +190,7 @@ def _files_of(names: list[str], files: SafetensorsFiles) -> str:
 
 
 def _check_tied(files: SafetensorsFiles, found: Found, weights: RankWeights) -> None:
-    """Copies of a tied parameter that are stored under several names must be equal in the part that this rank reads."""
+    """Raise PlanError if stored copies of a tied parameter differ in the part that this rank reads."""
     for stage in weights.program.stages:
         for parameter in stage.parameters:
             first, *others = found.parameters.get(parameter.fqn, (None,))
@@ -195,7 +199,7 @@ def _check_tied(files: SafetensorsFiles, found: Found, weights: RankWeights) -> 
 
 
 def check_equal(files: SafetensorsFiles, one: Assembly | None, other: Assembly, read: Callable[[Any], Tensor]) -> None:
-    """Raise PlanError unless ``read`` gives the same values of both."""
+    """Raise PlanError unless ``read`` returns the same values for both."""
     if not torch.equal(read(one), read(other)):
         names = [next(iter(sources(made))).name for made in (one, other)]
         what = f"{names[0]} and {names[1]} differ in the checkpoint, but are one tied parameter in the model"
@@ -210,7 +214,7 @@ def _own_part(files: SafetensorsFiles, made: Assembly, parameter: LocalParameter
 
 
 def dtype_of(files: SafetensorsFiles, made: Assembly) -> torch.dtype:
-    """The smallest dtype that holds the values of all its sources."""
+    """Return the smallest dtype that holds the values of all sources."""
     return reduce(torch.promote_types, (files.tensors[source.name].dtype for source in sources(made)))
 
 
@@ -218,7 +222,7 @@ def dtype_of(files: SafetensorsFiles, made: Assembly) -> torch.dtype:
 def read_all(
     files: SafetensorsFiles, made: Mapping[str, Assembly], weights: RankWeights, opened: Callable[[str], None]
 ) -> None:
-    """This rank's parts of the parameters, and the buffers, that ``made`` has."""
+    """Read this rank's parts of the parameters, and the buffers, that ``made`` has."""
     for stage in weights.program.stages:
         for parameter in stage.parameters:
             if parameter.fqn in made:
@@ -245,7 +249,7 @@ def whole_of(files: SafetensorsFiles, made: Assembly) -> Tensor:
 def read_part(
     files: SafetensorsFiles, made: Assembly, target: Tensor, parameter: LocalParameter, groups: Groups
 ) -> None:
-    """This rank's part of a tensor; padding is zero."""
+    """Read this rank's part of a tensor; padding becomes zero."""
     if parameter.placement.padding:
         target.zero_()
     read_ranges(target, made, part_of(parameter, groups.mesh, groups.place).ranges, files.read)

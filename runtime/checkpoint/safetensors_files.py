@@ -1,12 +1,12 @@
-"""The safetensors files of a directory: the place of each tensor, checked before any value is read.
+"""The safetensors files of a directory: headers are checked before any value is read.
 
     model.safetensors                                    one file, or
     model.safetensors.index.json + model-…-of-….safetensors     an index and its shards
 
-Only headers are read on opening; values come slice by slice, so that a rank touches no bytes but its own.
+Opening reads only headers; values are read slice by slice, so that a rank reads only its own bytes.
 
-A directory may come from anyone: only regular files are opened, and none grows memory without a limit. A FIFO would
-block for ever, a device never ends, and a link may lead out of the directory.
+Directories are untrusted: only regular files are opened, and headers have a limit. A FIFO would block forever, a device
+never ends, and a link may lead out of the directory.
 """
 
 import os
@@ -45,7 +45,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-MOST_HEADER = 32 << 20  # bytes: of some 250,000 tensors
+MOST_HEADER = 32 << 20  # bytes, enough for some 250,000 tensors
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth", "*.bin")
 _CHUNK = 4 << 20
 
@@ -61,9 +61,9 @@ class StoredTensor:
 
 
 class OpenFiles:
-    """Owns open safetensors files; to be used in a ``with``. Those that are open are closed if another cannot be.
+    """Open safetensors files, for use in a ``with``. If one cannot be opened, the others are closed.
 
-    ``fix``: of one that cannot be read after all.
+    ``fix``: of the error for a tensor that cannot be read.
     """
 
     fix = "provide an undamaged copy of the file"
@@ -87,9 +87,9 @@ class OpenFiles:
         raise NotImplementedError
 
     def _tensors_in(self, path: Path) -> Iterator[StoredTensor]:
-        """Those of one more file. Raises OSError and SafetensorError, and PlanError for a dtype that is not read."""
+        """Open a file and yield its tensors. Raises OSError, SafetensorError, and PlanError for an unknown dtype."""
         handle = self._handles[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
-        for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
+        for name in handle.keys():  # noqa: SIM118 - a handle is not a mapping
             values = handle.get_slice(name)
             dtype = DTYPES.get(code := str(values.get_dtype()))
             if dtype is None:
@@ -98,9 +98,9 @@ class OpenFiles:
             yield StoredTensor(name, path, tuple(values.get_shape()), dtype)
 
     def read_stored(self, stored: StoredTensor, box: Box, target: Tensor) -> None:
-        """Copy ``box`` of a tensor as it lies in its file to ``target``, which has its shape, and cast to its dtype.
+        """Copy ``box`` of a tensor in its file to ``target``, which has the box's shape; cast to the target's dtype.
 
-        Raises PlanError if the file cannot be read after all.
+        Raises PlanError if the file cannot be read.
         """
         name = stored.name
         try:
@@ -115,11 +115,10 @@ class OpenFiles:
 
 
 class SafetensorsFiles(OpenFiles):
-    """The open files of a directory.
+    """The open files of a directory. ``tensors``: all tensors by name. ``unread``: other weight files beside them.
 
-    ``tensors``: everything that they hold, by name; ``unread``: weight files that lie beside them. Raises PlanError,
-    naming file and tensor, for a directory without safetensors, files that are missing, cut short or no safetensors,
-    and an index that disagrees with its files.
+    Raises PlanError, naming file and tensor, for a directory without safetensors, files that are missing, truncated or
+    not safetensors, and an index that disagrees with its files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -131,7 +130,7 @@ class SafetensorsFiles(OpenFiles):
         return Source(name, self.tensors[name].shape)
 
     def read(self, name: str, box: Box, target: Tensor) -> None:
-        """``read_stored``, by the name of a tensor."""
+        """Copy ``box`` of a tensor to ``target``, as ``read_stored`` does."""
         self.read_stored(self.tensors[name], box, target)
 
     # ---- opening
@@ -162,8 +161,8 @@ class SafetensorsFiles(OpenFiles):
                 what = f"the index names {shorten(file)} for {listed(names)}, but there is no such file"
                 raise PlanError(what, where=str(index), fix="complete the download, or save the model again")
             self._open(path)
-            held = {name for name, stored in self.tensors.items() if stored.file == path}
-            if absent := [name for name in names if name not in held]:
+            in_file = {name for name, stored in self.tensors.items() if stored.file == path}
+            if absent := [name for name in names if name not in in_file]:
                 raise PlanError(
                     f"the index places {listed(absent)} in {file}, which does not hold "
                     + ("it" if len(absent) == 1 else "them"),
@@ -188,7 +187,7 @@ class SafetensorsFiles(OpenFiles):
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names and how many more there are."""
+    """Return the first ``most`` names as text, and the number of the others."""
     all_names = [shorten(name, 200) for name in names]
     more = len(all_names) - most
     return ", ".join(all_names[:most]) + (f" and {more} more" if more > 0 else "")
@@ -197,11 +196,10 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 def require_fit(
     what: str, lists: Mapping[str, Collection[str]], wrong: Sequence[str], *, where: str = "", fix: str
 ) -> None:
-    """Raise one PlanError if anything is ``wrong`` or a list of names is not empty: the first of each, and how many
-    more."""
-    told = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
-    if told := told + [f"{how}: {listed(names)}" for how, names in lists.items() if names]:
-        raise PlanError(f"{what}: {'; '.join(told)}", where=where, fix=fix)
+    """Raise one PlanError if ``wrong`` or a list of names is not empty, with the first and the number of others."""
+    parts = [wrong[0] + (f" (and {len(wrong) - 1} more like it)" if len(wrong) > 1 else "")] if wrong else []
+    if parts := parts + [f"{how}: {listed(names)}" for how, names in lists.items() if names]:
+        raise PlanError(f"{what}: {'; '.join(parts)}", where=where, fix=fix)
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
@@ -217,17 +215,17 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _check_header(path: Path) -> None:
-    """Raise PlanError unless the file is a regular one, with a header of a size that a model may have.
+    """Raise PlanError unless the file is a regular one, with a header of a plausible size.
 
-    A link is followed: the cache of Hugging Face is made of them.
+    Links are followed: the cache of Hugging Face consists of links.
     """
     fix = "complete the download, or save the model again"
     with opened(path, fix) as file:
-        size, told = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-    if size < 8 or told > size - 8:
+        size, num_bytes = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if size < 8 or num_bytes > size - 8:
         raise PlanError(f"{path.name} is truncated or not a safetensors file", where=str(path), fix=fix)
-    if told > MOST_HEADER:
-        what = f"{path.name} claims a header of {told:,} bytes, more than any model needs"
+    if num_bytes > MOST_HEADER:
+        what = f"{path.name} claims a header of {num_bytes:,} bytes, more than any model needs"
         raise PlanError(what, where=str(path), fix="store the model in several files")
 
 
@@ -245,12 +243,12 @@ def _no_weights(directory: Path, others: list[str]) -> PlanError:
 
 
 def of_save(path: Path) -> AbstractContextManager[BinaryIO]:
-    """A file of a save for reading, as ``opened``: it is no link."""
+    """Open a file of a save for reading, as ``opened``; a link is refused."""
     return opened(path, OTHER_SAVE, follows=False)
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """All of a file of at most ``most`` bytes. Raises PlanError."""
+    """Return the content of a file of a save. Raises PlanError if it has more than ``most`` bytes."""
     with of_save(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -259,7 +257,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Raise PlanError, naming the file, unless it has the size that was written."""
+    """Raise PlanError, naming the file, unless it has ``num_bytes``."""
     with of_save(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != num_bytes:
@@ -267,7 +265,7 @@ def check_size(path: Path, num_bytes: int) -> None:
 
 
 def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
-    """Read all of a file. Raises PlanError, naming it, unless its size and checksum are those that were written."""
+    """Read a whole file. Raises PlanError, naming it, unless it has this size and checksum."""
     check_size(path, num_bytes)
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with of_save(path) as file:
@@ -279,5 +277,5 @@ def check_whole(path: Path, num_bytes: int, checksum: str) -> None:
 
 
 def bad_save(path: Path, what: str) -> PlanError:
-    """Of a file of a save."""
+    """Return the error for a damaged file of a save."""
     return PlanError(f"{path.name} {what}", where=str(path), fix=OTHER_SAVE)

@@ -1,15 +1,14 @@
-"""Save the training state: every rank its own file, then rank 0 the manifest, then the name, then ``latest``.
+"""Saves the training state: each rank writes its file, then rank 0 the manifest, the name and ``latest``.
 
-    step-00000012 is there   ⟺   all ranks have said that their files are on the disk, and the manifest is
-    wait=False               values are copied to host memory that is kept, on a GPU beside
-                             the next step; a thread writes them, and the ranks' threads agree
+    step-00000012 exists     ⟺   the files of all ranks and the manifest are on the disk
+    wait=False               values are copied to host memory, on a GPU during the next
+                             step; a thread writes them, and the ranks' threads agree
 
 An error on one rank is raised on all: the previous save stays, the new one is removed, and training can continue.
 torch.distributed.checkpoint is not used: it reads damaged and mixed files without an error, and it pickles.
 
-Host memory for saves in the background is allocated by the first one, and reused by later ones. It is pinned: a copy
-into pageable memory holds the host until it is through, so that no step is launched meanwhile. The update that
-overwrites copied memory waits for the copies on the device.
+The first save in the background allocates host memory, and later ones reuse it. It is pinned: a copy to pageable memory
+would block the host, which launches steps. The update that overwrites copied memory waits on the device for the copies.
 """
 
 from __future__ import annotations
@@ -52,31 +51,33 @@ from runtime.distributed.agreement import PATIENCE, agreed, broadcast_json, gath
 from runtime.distributed.default_group import in_thread
 from runtime.distributed.groups import Groups
 
-# A power of two: the allocator of pinned memory rounds up to one. A larger tensor has memory of its own.
+# a power of two, since the allocator of pinned memory rounds up to one; a larger tensor has its own block
 BLOCK_BYTES = 256 << 20
 _ALIGNMENT = 64  # bytes
 
 
 class InOrder:
-    """The queue of copies for a CPU: they run at once."""
+    """The queue of copies on a CPU, which run synchronously."""
 
     def memory(self, num_bytes: int) -> Tensor:
-        """Of the host, to copy into."""
+        """Return host memory to copy to, uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copying(self) -> AbstractContextManager[object]:
-        """Inside, copies read values that were computed before."""
+        """Return a context in which copies are queued; they read values that were computed before it."""
         return nullcontext()
 
     def hold(self) -> None:
-        """Work that is queued from here on runs after the copies."""
+        """Make work that is queued afterwards run after the copies."""
 
     def wait(self) -> None:
-        """Return when the copies are done."""
+        """Wait for the copies."""
 
 
 class SideStream(InOrder):
-    """Of a CUDA device: a stream beside that of the steps, and the event behind its last copy. Owns both."""
+    """The queue of copies on a CUDA device. Owns its stream, beside that of the steps, and the event after the last
+    copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,7 +108,7 @@ class _Block:
 
 
 class Staging:
-    """Owns: blocks of host memory, and the queue of copies into them. One save at a time uses it."""
+    """Host memory for one save at a time. Owns its blocks, and the queue of copies to them."""
 
     def __init__(self, queue: InOrder) -> None:
         self._queue, self._blocks = queue, list[_Block]()
@@ -122,7 +123,7 @@ class Staging:
         return sum(len(block.memory) for block in self._blocks)
 
     def take(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Begin to copy: the same values in host memory, to be read after ``wait`` and until the next call."""
+        """Queue copies of ``tensors`` to host memory and return them: valid after ``wait`` and until the next call."""
         tensors = [tensor.detach() for tensor in tensors]
         for block in self._blocks:
             block.used = 0
@@ -137,17 +138,17 @@ class Staging:
         return places
 
     def hold(self) -> None:
-        """Call this before overwriting copied memory: work that is queued afterwards runs after the copies."""
+        """Make work that is queued afterwards run after the copies: call this before overwriting copied memory."""
         if self._is_copying:
             self._queue.hold()
             self._is_copying = False
 
     def wait(self) -> None:
-        """Return when the values are in host memory."""
+        """Wait until the values are in host memory."""
         self._queue.wait()
 
     def _place(self, tensor: Tensor, left: int) -> Tensor:
-        """``left``: bytes that are still to be placed, this tensor's among them."""
+        """Return memory for a tensor. ``left``: bytes that still need a place, with this tensor."""
         room = _room(tensor)
         block = next((block for block in self._blocks if len(block.memory) - block.used >= room), None)
         if block is None:
@@ -163,8 +164,9 @@ def _room(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Content:
-    """Data that one rank writes. ``names``: of all that is saved, with aliases. ``manifest``: the rank's draft of it.
-    ``arrived``: returns when the pieces have their values."""
+    """The data that one rank writes. ``names``: all saved tensors → aliases. ``manifest``: the rank's draft.
+    ``arrived``: waits until the pieces have their values.
+    """
 
     pieces: list[WrittenPiece]
     names: dict[str, tuple[str, ...]]
@@ -175,7 +177,7 @@ class Content:
 def content_of(
     state: TrainingState, step: int, line: Line, extra: dict[str, JsonValue], staging: Staging | None = None
 ) -> Content:
-    """``staging``: takes copies, so that training can continue."""
+    """Return the content of a save. ``staging``: holds copies, so that training can continue; None: no copies."""
     pieces = list(state.written())
     if staging is not None:
         copies = staging.take(piece.values for piece in pieces)
@@ -191,7 +193,7 @@ def content_of(
         zero=plan.optimizer.zero,
         seed=int(plan.spec.get("seed", 0)),
         optimizer=OptimizerEntry(name=plan.optimizer.name, updates=updates, rested=rested),
-        loss_scale=entry,  # a number is the spec's
+        loss_scale=entry,  # None for a constant, which is in the spec
         texts=texts_of(state.weights) if leads else {},
         stored_names=json_of_names(stored_names(plan.hub, state.kept.names)) if leads else {},
         adapters=None if adapters is None else AdaptersEntry(**adapters),
@@ -201,12 +203,11 @@ def content_of(
 
 
 class Saver:
-    """Owns: the line that saves continue, the files of the run that they list, the group over which ranks agree about
-    saves, the host memory of saves in the background, and the thread of the one that is under way. Only the line and
-    the files of rank 0 count.
+    """The writer of training states. Owns the line that saves continue, the entries of model files (rank 0's count),
+    the group over which ranks agree about saves, the host memory of saves in the background, and the running save.
 
-    The group is one of its own, since the thread's exchanges must not mix with those of the steps; and patient, since
-    one rank's disk may be slower than another's by more than the engine's timeout.
+    The saver has its own group, since the thread's exchanges must not mix with those of steps. Its timeout is long: the
+    disk of one rank may be slower than another's by more than the engine's timeout.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -219,21 +220,23 @@ class Saver:
 
     @property
     def groups(self) -> Groups:
-        """Made at the first use, by all ranks together."""
+        """The saver's groups; all ranks create them together at the first use."""
         if self._groups is None:
-            given = self._engine_groups
-            host = None
-            if given.host is not None:
+            groups, host = self._engine_groups, None
+            if groups.host is not None:
                 host = dist.new_group(timeout=PATIENCE, backend="gloo")
-                given.made.append(host)  # pyright: ignore[reportArgumentType]
-            self._groups = replace(given, world=None, host=host, made=[], timeout=PATIENCE)
+                groups.made.append(host)  # pyright: ignore[reportArgumentType]
+            self._groups = replace(groups, world=None, host=host, made=[], timeout=PATIENCE)
         return self._groups
 
     def save(self, state: TrainingState, directory: str | PathLike[str], step: int, extra: Any, *, wait: bool) -> None:
-        """The same call on every rank. Raises PlanError on all, also for an error of the previous save."""
+        """Write a save, in the background unless ``wait``. All ranks must call it.
+
+        Raises PlanError on all ranks, also for an error of the previous save.
+        """
         self.wait()
-        # Without patience: nothing is written yet, and a rank that a callback holds is named in the usual time.
-        with agreed(self._engine_groups), _told(directory):
+        # over the engine's groups: nothing is written yet, so a rank that is late is reported after the usual timeout
+        with agreed(self._engine_groups), _refusing(directory):
             content = content_of(state, step, self.line, json_of(extra), None if wait else self.staging)
             content = replace(content, manifest=content.manifest.model_copy(update={"model_files": self.model_files}))
         write = partial(self._write, self.groups, Path(directory).absolute(), content)
@@ -243,7 +246,7 @@ class Saver:
             self._under_way = in_thread(write, "meshwright-save", outlives=True)
 
     def went_on_from(self, manifest: Manifest, checksum: str) -> None:
-        """The state is that of a save, and the next ones continue its line."""
+        """Note that the state was loaded from a save: the next saves continue its line."""
         line = manifest.line
         if line.id == NO_LINE:
             line = line.branch(Line.new().id, manifest.step)
@@ -254,15 +257,16 @@ class Saver:
             self.line = content.manifest.line.after(checksum)
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises the error of the last one in the background, once, on every rank."""
+        """Wait for the running save. Raises its error, once, on every rank."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
 
 def write_save(groups: Groups, directory: Path, content: Content) -> str:
-    """Returns the manifest's checksum, on rank 0. Every rank calls it; on a failure all raise PlanError, and the
-    unfinished save is removed.
+    """Write a save; return the manifest's checksum on rank 0, "" elsewhere. All ranks must call it.
+
+    Raises PlanError on all ranks; the unfinished save is then removed.
     """
     try:
         return _write(groups, directory, content)
@@ -275,29 +279,29 @@ def _write(groups: Groups, directory: Path, content: Content) -> str:
     name = checksum = ""
     with ExitStack() as unfinished:
         new = directory
-        with agreed(groups), _told(directory):
+        with agreed(groups), _refusing(directory):
             if groups.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 name = free_name(directory, content.manifest.step, content.manifest.line)
                 place = replaced_directory(directory / name, lambda _: True, lambda file: file == MANIFEST)
                 new = unfinished.enter_context(place)
         new = directory / broadcast_json(groups, new.name)
-        with agreed(groups), _told(directory):
+        with agreed(groups), _refusing(directory):
             content.arrived()
             record = write_pieces(new, groups.rank, content.pieces, content.manifest.optimizer)
         content.pieces.clear()
         records = gather_json(groups, record, of_kind(Record))
-        with agreed(groups), _told(directory):
+        with agreed(groups), _refusing(directory):
             if groups.rank == 0:
                 checksum = write_manifest(new / MANIFEST, completed(content.manifest, content.names.items(), records))
-                unfinished.close()  # the new directory takes its place
+                unfinished.close()  # the new directory gets its name
                 write_latest(directory, name)
     return checksum
 
 
 @contextmanager
-def _told(directory: str | PathLike[str]) -> Iterator[None]:
-    """Any failure is a PlanError, which all ranks hear of: a rank that only raised would leave the others waiting."""
+def _refusing(directory: str | PathLike[str]) -> Iterator[None]:
+    """Raise any failure as a PlanError, which ``agreed`` raises on all ranks: no rank waits for one that failed."""
     try:
         yield
     except PlanError:

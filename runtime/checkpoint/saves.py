@@ -1,4 +1,4 @@
-"""A directory of saves: list them, find the last and the intact ones, and lock the directory for one run.
+"""A directory of saves: lists them, finds the last and the intact ones, and locks the directory for one run.
 
 step-00000012/manifest.json     a save is complete once its manifest exists
 step-00000012/rank-….safetensors
@@ -32,14 +32,14 @@ _STEP = re.compile(r"step-([0-9]{8,12})(?:-([0-9a-f]{8}))?")
 
 
 def free_name(directory: Path, step: int, line: Line) -> str:
-    """The name of a save of ``step``: that of an earlier one of its own line, and of none of another line."""
+    """Return the name for a save of ``step``: another than those of saves on other lines."""
     name = f"step-{step:08d}"
     there = place_of(directory / name)
     return name if there is None or there.is_on(line) else f"{name}-{line.id[:8]}"
 
 
 def saves_in(directory: str | PathLike[str]) -> list[Path]:
-    """Every save, by step, with complete files or not. Raises PlanError for a directory that cannot be read."""
+    """Return all saves, by step, whether intact or not. Raises PlanError for a directory that cannot be read."""
     directory = Path(directory)
     try:
         entries = list(directory.iterdir())
@@ -48,27 +48,27 @@ def saves_in(directory: str | PathLike[str]) -> list[Path]:
     except OSError as error:
         what, fix = f"cannot read the directory of saves: {error.strerror}", "use a directory that this user may read"
         raise PlanError(what, where=str(directory), fix=fix) from None
-    found = sorted((int(match[1]), path) for path in entries if (match := _STEP.fullmatch(path.name)))
-    return [path for _, path in found if os.path.lexists(path / MANIFEST)]
+    by_step = sorted((int(match[1]), path) for path in entries if (match := _STEP.fullmatch(path.name)))
+    return [path for _, path in by_step if os.path.lexists(path / MANIFEST)]
 
 
 def without_manifest(directory: str | PathLike[str]) -> list[Path]:
-    """Directories with the name of a save that have lost their manifest."""
-    found = [path for path in Path(directory).glob("step-*") if _STEP.fullmatch(path.name)]
-    return sorted(path for path in found if not os.path.lexists(path / MANIFEST))
+    """Return directories with the name of a save that lack a manifest."""
+    saves = [path for path in Path(directory).glob("step-*") if _STEP.fullmatch(path.name)]
+    return sorted(path for path in saves if not os.path.lexists(path / MANIFEST))
 
 
 def on_line(saves: Iterable[Path], line: Line) -> tuple[list[Path], list[Path]]:
-    """Those that belong to ``line``, and those of other lines. A save with a damaged manifest is in neither."""
+    """Return the saves on ``line``, and those on other lines. A save with a damaged manifest is in neither list."""
     places = [(save, place) for save in saves if (place := place_of(save)) is not None]
     own = [save for save, place in places if place.is_on(line)]
     return own, [save for save, _ in places if save not in own]
 
 
 def latest_in(directory: str | PathLike[str]) -> Path | None:
-    """The save that was written last; None if there is none. Without ``latest`` it is the last of the youngest line.
+    """Return the save that was written last; None if there is none. Without ``latest``, the last of the youngest line.
 
-    Raises PlanError if ``latest`` is damaged, naming the file, or absent and the lines leave a choice.
+    Raises PlanError, naming the file, if ``latest`` is damaged, or if it is absent and the lines are ambiguous.
     """
     directory = Path(directory)
     if (named := _named_in(directory)) is not None:
@@ -77,36 +77,36 @@ def latest_in(directory: str | PathLike[str]) -> Path | None:
 
 
 def _named_in(directory: Path) -> Path | None:
-    """The save that ``latest`` names; None without that file. Raises PlanError if it is damaged."""
+    """Return the save that ``latest`` names; None without that file. Raises PlanError if it is damaged."""
     path = directory / LATEST
     if not os.path.lexists(path):
         return None
-    name, _, told = read_small(path, 200).decode("latin-1").removesuffix("\n").partition(" ")
-    if not _STEP.fullmatch(name) or told != checksum(name.encode()):
+    name, _, digest = read_small(path, 200).decode("latin-1").removesuffix("\n").partition(" ")
+    if not _STEP.fullmatch(name) or digest != checksum(name.encode()):
         raise PlanError("latest is damaged", where=str(path), fix=f"name a save: {directory}/step-…")
     return directory / name
 
 
 def write_latest(directory: Path, name: str) -> None:
-    """Replaced at once. Raises OSError."""
+    """Replace the file ``latest`` atomically. Raises OSError."""
     write_whole(directory / LATEST, f"{name} {checksum(name.encode())}\n")
 
 
 def resolve(directory: str | PathLike[str]) -> Path:
-    """The save that a directory is, or of a directory of saves the one that was written last. Raises PlanError."""
+    """Return ``directory`` if it is a save, else the last save in it. Raises PlanError if there is none."""
     directory = Path(directory)
     if os.path.lexists(directory / MANIFEST):
         return directory
-    found = latest_in(directory) if directory.is_dir() else None
-    if found is None:
+    last = latest_in(directory) if directory.is_dir() else None
+    if last is None:
         is_there = "the directory has no saves" if directory.is_dir() else "directory not found"
         fix = "name the directory that `train --save` or engine.save has written"
         raise PlanError(f"nothing to load: {is_there}", where=str(directory), fix=fix)
-    return found
+    return last
 
 
 def verify(save: Path) -> Manifest:
-    """The manifest, if every file of the save is intact. Raises PlanError, naming the file."""
+    """Return the manifest if every file of the save is intact. Raises PlanError, naming the file."""
     manifest = read_step(save)[0]
     check_files(save, manifest.files)
     PieceReader(save, manifest).__exit__()
@@ -114,7 +114,7 @@ def verify(save: Path) -> Manifest:
 
 
 def look(save: Path) -> Manifest:
-    """The manifest, when every file is there and has its size; their bytes are not read. Raises PlanError."""
+    """Return the manifest if every file exists and has its size; their bytes are not read. Raises PlanError."""
     manifest = read_step(save)[0]
     for entry in manifest.files:
         check_size(save / entry.name, entry.bytes)
@@ -122,27 +122,27 @@ def look(save: Path) -> Manifest:
 
 
 def check_average(save: Path, manifest: Manifest) -> None:
-    """Raises PlanError if the save has no running mean of the weights."""
+    """Raise PlanError if the save has no running mean of the weights."""
     if not manifest.has_average:
         fix = "remove --ema; runs with optimizer: {ema: 0.999} in their spec save the mean"
         raise PlanError("the save has no running mean of the weights", where=str(save), fix=fix)
 
 
 def read_step(save: Path) -> tuple[Manifest, str]:
-    """The manifest and its checksum; its step must be that of the directory's name. Raises PlanError."""
-    manifest, told = read_manifest(save)
+    """Return the manifest and its checksum. Raises PlanError, also if the directory's name has another step."""
+    manifest, digest = read_manifest(save)
     match = _STEP.fullmatch(save.name)
     if match and int(match[1]) != manifest.step:
         what = f"{MANIFEST} is of step {manifest.step}: the directory belongs to another save"
         raise PlanError(what, where=str(save / MANIFEST), fix="load another save, or restore the name of the directory")
-    return manifest, told
+    return manifest, digest
 
 
 def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanError]]:
-    """The saves to resume from, the best first: the one that ``latest`` names, then the others from the last step down.
+    """Return the saves to resume from, best first: the one that ``latest`` names, then others by descending step.
 
-    Those of other lines are left out. Without a usable ``latest`` the line is the youngest, which all others lead to.
-    Also returns what was lost of ``latest``. Raises PlanError if lines leave a choice: steps do not order them.
+    Saves on other lines are left out. Without a usable ``latest``, the line is the one that continues all others.
+    Also returns errors about ``latest``. Raises PlanError if there is no such line: steps do not order lines.
     """
     directory, saves = Path(directory), saves_in(directory)
     errors: list[PlanError] = []
@@ -164,7 +164,7 @@ def by_newest(directory: str | PathLike[str]) -> tuple[list[Path], list[PlanErro
 
 
 def _on_youngest_line(saves: list[Path], lost: str) -> list[Path]:
-    """The saves of the line that all others lead to, and those of which no line is known.
+    """Return the saves on the line that continues all others, and those with a damaged manifest.
 
     Raises PlanError, with ``lost`` and the last save of each line, if there is no such line.
     """
@@ -173,10 +173,10 @@ def _on_youngest_line(saves: list[Path], lost: str) -> list[Path]:
     youngest = [line for line in lines if last.keys() <= {line.id, *(before for before, _ in line.before)}]
     if len(youngest) == 1 or not lines:
         return [save for save in saves if not lines or save not in on_line(saves, youngest[0])[1]]
-    told = [f"{save.name} (step {place.step}, written {_written(save)})" for save, place in last.values()]
+    ends = [f"{save.name} (step {place.step}, written {_written(save)})" for save, place in last.values()]
     raise PlanError(
-        f"{lost}, and {len(told)} lines of saves are there of which none continues all others; their last saves: "
-        + ", ".join(told),
+        f"{lost}, and {len(ends)} lines of saves are there of which none continues all others; their last saves: "
+        + ", ".join(ends),
         where=str(saves[0].parent),
         fix="name the save to go on from: " + " or ".join(f"--resume {save}" for save, _ in last.values()),
     )
@@ -189,11 +189,10 @@ def _written(save: Path) -> str:
 
 
 def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -> list[Path]:
-    """Remove all but the last ``keep`` saves of a line; the save that ``latest`` names stays. For the owner of the
-    directory.
+    """Remove all but the last ``keep`` saves of a line, and return them; the save that ``latest`` names stays.
 
-    ``line``: that of the save that ``latest`` names if not given. Saves of other lines stay, and do not count. Returns
-    the removed saves. Raises PlanError.
+    Only the process that holds the directory's lock may call it. ``line`` None: that of the save that ``latest`` names.
+    Saves on other lines stay, and do not count. Raises PlanError.
     """
     if keep < 1:
         raise PlanError(f"keep is {keep}", fix="keep at least one save")
@@ -211,19 +210,18 @@ def prune(directory: str | PathLike[str], keep: int, line: Line | None = None) -
     try:
         for save in old:
             gone = name_beside(save)
-            save.rename(gone)  # a save is complete or absent
+            save.rename(gone)  # first: a save is complete or absent
             shutil.rmtree(gone, ignore_errors=True)
     except OSError as error:
-        what, fix = (
-            f"cannot remove old saves: {error.strerror}",
-            "allow this user to remove files there, or remove --keep",
-        )
-        raise PlanError(what, where=str(error.filename or directory), fix=fix) from None
+        fix = "allow this user to remove files there, or remove --keep"
+        raise PlanError(
+            f"cannot remove old saves: {error.strerror}", where=str(error.filename or directory), fix=fix
+        ) from None
     return old
 
 
 def check_writable(directory: str | PathLike[str]) -> None:
-    """Create the directory if it is absent, and try to write a file in it. Raises PlanError."""
+    """Create the directory if it is absent, and write a file in it as a test. Raises PlanError."""
     with writing("saves here", str(directory), "use a writable directory"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         try_new_file(Path(directory) / "try")
@@ -231,9 +229,9 @@ def check_writable(directory: str | PathLike[str]) -> None:
 
 @contextmanager
 def owned(directory: str | PathLike[str]) -> Iterator[None]:
-    """One run at a time: hold the directory's lock, which ends with the process, even if that is killed.
+    """Hold the directory's lock inside the block; it ends with the process, even if that is killed.
 
-    Raises PlanError, naming the other run, if it is held.
+    Raises PlanError, naming the other run, if another process holds it.
     """
     check_writable(directory)
     path = Path(directory) / LOCK
@@ -256,7 +254,7 @@ def owned(directory: str | PathLike[str]) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         for left_over in (*path.parent.glob(f".step-*{PARTIAL}"), *path.parent.glob(f".{LATEST}*{PARTIAL}")):
-            if left_over.is_dir() and not left_over.is_symlink():  # of a save that was killed
+            if left_over.is_dir() and not left_over.is_symlink():  # the directory of a save that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             else:
                 left_over.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""Ranks agree: an error on some ranks is raised on all ranks, so that no rank waits forever.
+"""Agreement of ranks: an error on some ranks is raised on all ranks, so that no rank waits forever.
 
-Values go from rank to rank as JSON in tensors of bytes: received content can be wrong, but it never runs. torch's own
-exchanges of objects pickle, and whoever reaches the port of a group or its store could then run code here.
-``read`` makes of one rank's JSON the value that is meant; ``of_kind`` reads dataclasses and named tuples.
+Ranks exchange values as JSON in tensors of bytes: received content can be wrong, but it is never executed. torch's own
+exchanges of objects pickle: a process that reaches the port of a group or its store could then run code here.
+``read`` converts one rank's JSON to a value; ``of_kind`` reads dataclasses and named tuples.
 
-Where rank 0 works long, writing files, the others wait for a word of it without locks, as long as it takes, and then
-go on in the group's own time. They notice a dead peer at once: the connection closes.
+While rank 0 writes files, the others wait for a message from it without a time limit, and then continue with the
+group's own timeout. They notice a dead peer at once, because its connection closes.
 """
 
 import json
@@ -33,24 +33,24 @@ _adapter = cache(TypeAdapter)
 
 
 def of_kind(kind: Any) -> Callable[[Any], Any]:
-    """A ``read`` of a dataclass, a named tuple, or a tuple of such. Raises ValueError for what is none."""
+    """Return a ``read`` for a dataclass, a named tuple, or a tuple of these. It raises ValueError for other values."""
 
-    def read(given: Any) -> Any:
+    def read(value: Any) -> Any:
         names = {field.name for field in fields(kind)} if is_dataclass(kind) else None
-        if isinstance(given, dict) and given.keys() != names:
+        if isinstance(value, dict) and value.keys() != names:
             raise ValueError(f"no {kind}")
-        return _adapter(kind).validate_python(given)
+        return _adapter(kind).validate_python(value)
 
     return read
 
 
 def all_gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value) -> list[T]:
-    """Every rank's ``own``, in their order, on every rank."""
+    """Return each rank's ``own``, by rank, on every rank."""
     return _gathered(groups, own, read, None)
 
 
 def gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value) -> list[T]:
-    """Every rank's ``own``, in their order, on rank 0; empty elsewhere."""
+    """Return each rank's ``own``, by rank, on rank 0; an empty list elsewhere."""
     return _gathered(groups, own, read, 0)
 
 
@@ -61,25 +61,25 @@ def unlike_rank_0(groups: Groups, own: Any) -> list[int]:
 
 
 def _gathered(groups: Groups, own: Any, read: Callable[[Any], T], to: int | None) -> list[T]:
-    """``to``: the rank that gets all; None: every rank."""
+    """Return each rank's ``own`` on rank ``to``; None: on every rank."""
     if groups.host is None:
         return [read(own)]
     content = _content_of(own)
-    given = [torch.empty(1, dtype=torch.int64) for _ in range(groups.mesh.world_size)]
-    dist.all_gather(given, torch.tensor([len(content)]), group=groups.host)
-    sizes = [int(size) for size in given]
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(groups.mesh.world_size)]
+    dist.all_gather(lengths, torch.tensor([len(content)]), group=groups.host)
+    sizes = [int(size) for size in lengths]
     _require_small(sizes)
     padded = torch.nn.functional.pad(content, (0, max(sizes) - len(content)))
-    found = [torch.empty_like(padded) for _ in sizes] if to in (None, groups.rank) else []
+    contents = [torch.empty_like(padded) for _ in sizes] if to in (None, groups.rank) else []
     if to is None:
-        dist.all_gather(found, padded, group=groups.host)
+        dist.all_gather(contents, padded, group=groups.host)
     else:
-        dist.gather(padded, found or None, dst=to, group=groups.host)
-    return [_read(rank, content[: sizes[rank]], read) for rank, content in enumerate(found)]
+        dist.gather(padded, contents or None, dst=to, group=groups.host)
+    return [_read(rank, content[: sizes[rank]], read) for rank, content in enumerate(contents)]
 
 
 def broadcast_json(groups: Groups, value: Any, read: Callable[[Any], T] = lambda value: value) -> T:
-    """Rank 0's ``value``, on every rank."""
+    """Return rank 0's ``value`` on every rank."""
     if groups.host is None:
         return read(value)
     content = _content_of(value) if groups.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -98,7 +98,7 @@ def _content_of(value: Any) -> Tensor:
 
 
 def _require_small(sizes: list[int]) -> None:
-    """The same error on all ranks, before memory is taken for anything."""
+    """Raise the same PlanError on all ranks, before memory is allocated, if a size is out of range."""
     for rank, size in enumerate(sizes):
         if not 0 < size <= MOST_BYTES:
             raise PlanError(
@@ -116,31 +116,31 @@ def _read(rank: int, content: Tensor, read: Callable[[Any], T]) -> T:
 
 @contextmanager
 def agreed(groups: Groups, *, rank_0_is_long: bool = False) -> Iterator[None]:
-    """All ranks enter and leave together; a PlanError or OSError of any rank inside is raised on all of them.
+    """Run a block that all ranks leave together; a PlanError or OSError of any rank inside is raised on all of them.
 
-    The error is that of the lowest rank that has one. Inside there must be no exchange between ranks, unless each rank
-    takes part in it whatever went wrong. ``rank_0_is_long``: the others may wait for it beyond the group's timeout.
+    The error is that of the lowest rank that has one. Ranks must not communicate inside, unless each rank takes part
+    even after an error. ``rank_0_is_long``: the others wait for rank 0 beyond the group's timeout.
     """
-    found: PlanError | None = None
+    refusal: PlanError | None = None
     try:
         yield
     except PlanError as error:
-        found = error
+        refusal = error
     except OSError as error:
-        found = PlanError(
+        refusal = PlanError(
             f"{error.strerror or error}",
             where=str(error.filename or ""),
             fix="use files that this user may read and write",
         )
-        found.__cause__ = error
+        refusal.__cause__ = error
     if rank_0_is_long:
         until_rank_0_is_done(groups)
-    agree(groups, found)
+    agree(groups, refusal)
 
 
 @contextmanager
 def halfway(groups: Groups, state: str) -> Iterator[None]:
-    """``agreed`` around what changes a state: a file may differ since it was checked, or a disk fail."""
+    """Run a block as ``agreed`` does, in which ``state`` changes: a file may have changed since it was checked."""
     with agreed(groups):
         try:
             yield
@@ -153,18 +153,17 @@ def halfway(groups: Groups, state: str) -> Iterator[None]:
 def agree(groups: Groups, error: PlanError | None) -> None:
     """Exchange errors and raise the first one on every rank."""
     errors = all_gather_json(groups, error and error.words, lambda words: words and PlanError.of_words(words))
-    for rank, found in enumerate(errors):
-        if found is None:
+    for rank, first in enumerate(errors):
+        if first is None:
             continue
-        if error is not None and str(error) == str(found):
+        if error is not None and str(error) == str(first):
             raise error
-        is_named = found.what.startswith(whose := f"rank {rank}: ") or all(str(e) == str(found) for e in errors)
-        others = "" if is_named else whose
-        raise PlanError(f"{others}{found.what}", where=found.where, fix=found.fix)
+        is_named = first.what.startswith(name := f"rank {rank}: ") or all(str(e) == str(first) for e in errors)
+        raise PlanError(f"{'' if is_named else name}{first.what}", where=first.where, fix=first.fix)
 
 
 def call(groups: Groups, ranks: Iterable[int]) -> None:
-    """On rank 0: end one ``wait_for_rank_0`` of each of ``ranks``."""
+    """End one ``wait_for_rank_0`` of each of ``ranks``; called on rank 0."""
     word = torch.zeros(1, dtype=torch.uint8)
     for work in [dist.isend(word, rank, group=groups.host) for rank in ranks]:
         assert work is not None
@@ -172,14 +171,14 @@ def call(groups: Groups, ranks: Iterable[int]) -> None:
 
 
 def wait_for_rank_0(groups: Groups) -> None:
-    """On another rank: until rank 0 calls."""
+    """Wait until rank 0 calls ``call`` for this rank; called on other ranks."""
     work = dist.irecv(torch.empty(1, dtype=torch.uint8), 0, group=groups.host)
     assert work is not None
     work.wait(PATIENCE)
 
 
 def until_rank_0_is_done(groups: Groups) -> None:
-    """On every rank, before an exchange of all, after rank 0 may have been long."""
+    """Wait for rank 0 without a time limit; called on every rank, before an exchange of all."""
     if groups.host is None:
         return
     if groups.rank == 0:

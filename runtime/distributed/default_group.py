@@ -1,4 +1,4 @@
-"""The group over all ranks for tensors of their device, and the one for host memory and Python objects.
+"""The group over all ranks for tensors on their device, and the one for host memory and Python objects.
 
     default group    wanted    for the device    for the host
     none             gloo      it, made here     the same
@@ -10,7 +10,7 @@
     gloo and nccl    gloo      gloo, made here   the same       on the CPU it is used unchanged
     nccl             gloo      an error on the CPU; gloo, made here, where ranks share a GPU
 
-Two groups, never one of two backends: then no tensor can take the way of the other kind of memory.
+Two groups are used, never one with two backends: no tensor can then take the path for the other kind of memory.
 """
 
 import os
@@ -30,7 +30,7 @@ from runtime.distributed.faults.board import Board, Signer
 from runtime.distributed.this_host import hosted_store, is_loopback
 
 T = TypeVar("T")
-BOARD = "MESHWRIGHT_BOARD"  # host:port of the store that ``launch`` hosts and reads
+BOARD = "MESHWRIGHT_BOARD"  # host:port of the store of ``launch``
 BOARD_TIMEOUT = timedelta(seconds=10)
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 MOST_PORTS = 65535
@@ -40,7 +40,7 @@ _rendezvous_store: Store | None = None
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``made``: the groups that were made here beside the default group."""
+    """The groups over all ranks. ``made``: those that were created here beside the default group."""
 
     device: ProcessGroup
     host: ProcessGroup
@@ -49,10 +49,10 @@ class World:
 
 
 def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A part of the ranks' store that no earlier meeting or group of this process has used.
+    """Return a part of the ranks' store that no earlier rendezvous or group of this process has used.
 
-    Keys of a group that was destroyed stay in the launcher's store, also those of an attempt that a restart follows;
-    the next group must not read its dead addresses.
+    Keys of destroyed groups, and of attempts before a restart, stay in the launcher's store; the next group must not
+    read their stale addresses.
     Raises PlanError if the environment names no store, or none answers.
     """
     global _num_meetings, _rendezvous_store
@@ -66,9 +66,9 @@ def next_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def faults_board(*, of_any_session: bool = False) -> Board:
-    """A store for messages outside all groups, on its own connection: a wait in another store blocks that connection.
+    """Return the board for messages outside all groups, on its own connection: a wait in a store blocks a connection.
 
-    After ``next_store``, with its number of the rendezvous.
+    Call it after ``next_store``; its session is the number of that rendezvous.
     """
     signer, session = Signer.of(os.environ), None if of_any_session else _num_meetings
     if place := os.environ.get(BOARD):
@@ -82,12 +82,12 @@ def faults_board(*, of_any_session: bool = False) -> Board:
 
 
 def attempt() -> str:
-    """Which start of this job's ranks it is, as torchrun and ``launch`` count restarts."""
+    """Return the number of restarts of this job's ranks, as torchrun and ``launch`` count them."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def default_backends() -> dict[str, str]:
-    """Device type → backend of the default group; empty if there is none."""
+    """Return device type → backend of the default group; empty if there is none."""
     if not dist.is_initialized():
         return {}
     pairs = dist.get_backend_config().split(",")
@@ -95,7 +95,7 @@ def default_backends() -> dict[str, str]:
 
 
 def open_world(device_type: str, backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> World:
-    """Both groups; the same call on every rank. Raises PlanError for a default group that cannot be completed."""
+    """Return both groups. All ranks must call it. Raises PlanError for a default group that cannot be used."""
     if backend == "nccl" and not dist.is_nccl_available():
         raise PlanError("this torch is built without NCCL", where="device", fix="install a torch with CUDA and NCCL")
     backends = default_backends()
@@ -111,7 +111,7 @@ def open_world(device_type: str, backend: str, store: Store, rank: int, world_si
 
 
 def can_carry(backends: Mapping[str, str], device_type: str, backend: str) -> bool:
-    """Whether the default group is the one for the device; if not, one must be made beside it. Raises PlanError."""
+    """Return whether the default group serves the device; otherwise another must be created. Raises PlanError."""
     known = {of: name for of, name in backends.items() if of in ("cpu", "cuda")}
     if unknown := sorted(set(known.values()) - {"gloo", "nccl"}):
         raise _refused(f"uses {', '.join(unknown)}")
@@ -147,8 +147,8 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
     try:
         if rank == 0 and (store := _hosted_here(world_size, timeout)):
             return store
-        found = dist.rendezvous("env://", rank, world_size, timeout=timeout)
-        store, _, _ = within(timeout.total_seconds() + 1.0, partial(next, found))
+        joining = dist.rendezvous("env://", rank, world_size, timeout=timeout)
+        store, _, _ = within(timeout.total_seconds() + 1.0, partial(next, joining))
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = ":".join(os.environ[name] for name in _ADDRESS)
         what = f"rank {rank} found no other ranks at {address} within {timeout.total_seconds():g} s"
@@ -158,40 +158,40 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def within(seconds: float, make: Callable[[], T]) -> T:
-    """``make()`` in a thread: torch has no limit for a server that accepts a connection and never answers.
+    """Return ``make()``, run in a thread: torch has no timeout for a server that accepts a connection but is silent.
 
-    Raises its error, or TimeoutError; the thread then stays where it is.
+    Raises its error, or TimeoutError, after which the thread is left running.
     """
-    made = in_thread(make, "meshwright-connect", outlives=False)
-    if not wait([made], seconds).done:
+    result = in_thread(make, "meshwright-connect", outlives=False)
+    if not wait([result], seconds).done:
         raise TimeoutError("a server there accepts connections and does not answer")
-    return made.result()
+    return result.result()
 
 
 def in_thread(make: Callable[[], T], name: str, *, outlives: bool) -> Future[T]:
-    """``make()`` in a thread of its own. ``outlives``: the interpreter does not end before it."""
-    made: Future[T] = Future()
+    """Run ``make()`` in its own thread. ``outlives``: the interpreter waits for it at exit."""
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            made.set_result(make())
+            result.set_result(make())
         except BaseException as error:
-            made.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=not outlives).start()
-    return made
+    return result
 
 
 def hosts_store() -> bool:
-    """Whether the store ends with rank 0: it is neither that of ``launch`` nor torchrun's own."""
+    """Return whether rank 0 hosts the store, rather than ``launch`` or torchrun."""
     return not os.environ.get(BOARD) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _hosted_here(world_size: int, timeout: timedelta) -> Store | None:
-    """The store, if rank 0 hosts it and all ranks are on its host; None if torch is to make or find it."""
+    """Return a store on the loopback if rank 0 hosts it and all ranks are on its host; None: torch creates it."""
     if not hosts_store() or not is_loopback(os.environ["MASTER_ADDR"]):
         return None
     try:
         return hosted_store(timeout, int(os.environ["MASTER_PORT"]), world_size)
-    except OSError:  # the port is taken: perhaps by a store of this process, which torch shares
+    except OSError:  # the port is taken, perhaps by a store of this process, which torch shares
         return None

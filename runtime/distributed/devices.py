@@ -1,6 +1,6 @@
-"""Read the rank, the world size and the device of this process from the environment.
+"""Reads the rank, the world size and the device of this process from the environment.
 
-    given            this process      the launcher says               device
+    requested        this process      the launcher says               device
     cpu              any               anything                        cpu
     cuda:i           sees GPU i        anything                        cuda:i
     cuda, nothing    sees no GPU       anything                        an error, cpu
@@ -9,7 +9,7 @@
     cuda, nothing    sees several      local rank r, more local ranks than GPUs    an error, never silently the CPU
     cuda, nothing    sees several      no local rank                   an error; a rank alone: cuda:0
 
-Nothing here asks the machine: the same arguments give the same answer.
+All functions are pure: they get the environment and the number of GPUs as arguments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ import torch
 
 from passes.errors import PlanError
 
-# torchrun's names first: whoever sets them means them, whatever started the process. Slurm's are those of the step, set
-# by srun alone: inside a batch script SLURM_NTASKS is there too, though one process runs.
+# torchrun's names take precedence over those of the process manager. Slurm's are those of the step, which only srun
+# sets: a batch script also has SLURM_NTASKS, though it is one process.
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_NRANKS", "FLUX_JOB_SIZE")
 LOCAL_RANK = (
@@ -46,10 +46,10 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str], joined: tuple[int, int] | None = None) -> Launched:
-    """Rank and sizes from torchrun, srun or mpirun; a process without a launcher is a single rank.
+    """Return rank and sizes from torchrun, srun or mpirun; a process without a launcher is a single rank.
 
-    ``joined``: rank and world size of a process group that exists already. Raises PlanError if the environment names
-    a rank without a world size. (``known_rank`` is the other half: a wrong world is reported before an absent rank.)
+    ``joined``: rank and world size of an existing process group. Raises PlanError if the environment has a rank without
+    a world size. (``known_rank`` checks the rank later: a wrong world is reported before an absent rank.)
     """
     slurm = "SLURM_STEP_NUM_TASKS" in environment
     local_rank, _ = _number(environment, (*LOCAL_RANK, "SLURM_LOCALID") if slurm else LOCAL_RANK)
@@ -64,7 +64,7 @@ def launched(environment: Mapping[str, str], joined: tuple[int, int] | None = No
 
 
 def known_rank(place: Launched) -> int:
-    """Raises PlanError if several ranks run and this one does not know which it is."""
+    """Return the rank of this process. Raises PlanError if several ranks run and its rank is unknown or invalid."""
     if place.rank is None and place.world_size > 1:
         raise PlanError("the environment sets WORLD_SIZE but not RANK", where="RANK", fix=_START)
     rank = place.rank or 0
@@ -77,13 +77,13 @@ _START = "start the ranks with torchrun, srun or mpirun, or set RANK and WORLD_S
 
 
 def choose_device(
-    given: torch.device | str | None, place: Launched, *, cuda_available: bool, device_count: int
+    requested: torch.device | str | None, place: Launched, *, cuda_available: bool, device_count: int
 ) -> torch.device:
-    """This rank's device by the table above. Raises PlanError."""
+    """Return this rank's device by the table above. Raises PlanError."""
     try:
-        wanted = None if given is None else torch.device(given)
+        wanted = None if requested is None else torch.device(requested)
     except (RuntimeError, TypeError) as error:
-        raise PlanError(f"no device {given!r}", where="device", fix='give "cuda", "cuda:0" or "cpu"') from error
+        raise PlanError(f"no device {requested!r}", where="device", fix='give "cuda", "cuda:0" or "cpu"') from error
     if wanted is not None and wanted.type != "cuda":
         return wanted
     num_gpus = device_count if cuda_available else 0
@@ -104,7 +104,7 @@ _SEE = f"check CUDA_VISIBLE_DEVICES and the driver, or {ON_THE_CPU}"
 
 
 def _own_index(place: Launched, num_gpus: int) -> int:
-    if num_gpus == 1:  # its own, or one for all: the ranks compare at the rendezvous
+    if num_gpus == 1:  # if all ranks see the same one, the rendezvous detects it
         return 0
     if place.local_rank is None:
         if place.world_size == 1:
@@ -128,7 +128,7 @@ def _gpus(count: int) -> str:
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[int | None, str]:
-    """The first of ``names`` that is set, and which it is. Raises PlanError if it is no number."""
+    """Return the number in the first of ``names`` that is set, and that name. Raises PlanError for another value."""
     name = next((name for name in names if environment.get(name, "").strip()), None)
     if name is None:
         return None, ""

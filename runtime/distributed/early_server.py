@@ -1,6 +1,7 @@
-"""The fork server of ``launch``, forked from a command at its beginning, in place of a new interpreter.
+"""The fork server of ``launch``, forked from a command at its start, in place of a new interpreter.
 
-The command has imported what its ranks need. To import it again takes half of the CPU seconds of a launch on few ranks.
+The command has already imported the modules of its ranks. Importing them again takes half of the CPU seconds of a
+launch on few ranks.
 """
 
 import multiprocessing
@@ -22,17 +23,17 @@ imported: set[str] = set()  # modules of the server; empty if none was forked
 
 
 def begin() -> None:
-    """Fork it now, unless this process has what a fork must not inherit (threads, or a device in use), or another
-    Python's ``multiprocessing`` does it otherwise: the launch then begins the ordinary server.
+    """Fork the server now, unless this process has threads or uses a device, which a fork must not inherit, or the
+    ``multiprocessing`` of this Python works differently: the launch then starts the ordinary server.
 
-    Call it before any code of the user's is imported: ranks would find its modules as the command left them.
+    Call it before any of the user's code is imported: ranks would inherit the state of its modules.
     """
     if METHOD not in multiprocessing.get_all_start_methods() or threading.active_count() > 1:
         return
     if torch.cuda.is_initialized() or not _is_as_known() or _server()._forkserver_pid is not None:
         return
     check_directory()  # of the server's socket
-    resource_tracker.ensure_running()  # by a new interpreter, as ever
+    resource_tracker.ensure_running()  # in a new interpreter, as usual
     multiprocessing.get_context(METHOD).set_forkserver_preload([FORK_SERVER])
     spawned = util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue]
     util.spawnv_passfds = _forked  # pyright: ignore[reportAttributeAccessIssue]
@@ -40,19 +41,19 @@ def begin() -> None:
         _server().ensure_running()
     finally:
         util.spawnv_passfds = spawned  # pyright: ignore[reportAttributeAccessIssue]
-    if not imported:  # another Python has started it in another way, with less than ranks need
+    if not imported:  # this Python has started the server in another way, with fewer modules
         _server()._stop()
 
 
 def end() -> None:
-    """Let the next launch begin another server; nothing if none was forked."""
+    """End the forked server, if there is one: the next launch starts another."""
     if imported:
         imported.clear()
         _server()._stop()
 
 
 def _is_as_known() -> bool:
-    """Whether this Python's fork server has the parts that are used here; they are its own, and may change."""
+    """Return whether this Python's fork server has the private parts that are used here, which may change."""
     try:
         server, spawn = _server(), util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue]
         parameters = list(signature(spawn).parameters)
@@ -70,7 +71,7 @@ def _server() -> Any:
 
 
 def _forked(path: bytes, arguments: Sequence[str], passed: Iterable[int]) -> int:
-    """As ``multiprocessing.util.spawnv_passfds``: the id of a process that runs the code behind ``-c``."""
+    """Fork a process that runs the code after ``-c``, and return its id, as ``util.spawnv_passfds`` does."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
@@ -78,9 +79,9 @@ def _forked(path: bytes, arguments: Sequence[str], passed: Iterable[int]) -> int
         return pid
     code = 1
     try:
-        if not torch.cuda._is_in_bad_fork():  # else it ends, and a launch begins another
+        if not torch.cuda._is_in_bad_fork():  # otherwise it ends, and a launch starts another
             _close_all_but(sorted(passed))
-            _server()._lock = threading.Lock()  # its holder did not come along
+            _server()._lock = threading.Lock()  # the thread that holds the old one was not forked
             exec(arguments[-1], {})
     except SystemExit:
         code = 0
@@ -89,7 +90,7 @@ def _forked(path: bytes, arguments: Sequence[str], passed: Iterable[int]) -> int
 
 
 def _close_all_but(kept: Sequence[int]) -> None:
-    """As an exec does: the server ends when the last other process has closed the pipe that it inherited here."""
+    """Close other descriptors, as exec does: the server ends when the last writer of its pipe has closed it."""
     last = 2
     for handle in kept:
         os.closerange(last + 1, handle)

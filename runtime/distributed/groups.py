@@ -1,14 +1,13 @@
 """Process groups of the mesh: the ranks with which this rank reduces, gathers and exchanges boundaries.
 
-``opening.py`` makes them; they end together, after a wait for all ranks, or at once after an error.
+``opening.py`` makes them; they end together after a barrier, or are aborted after an error, because pending collectives
+may never finish:
 
-Abort process groups after an error, because pending collectives may never finish.
+    NCCL    abort ends kernels that wait for a peer; destroying the group would wait for them
+    gloo    only its timeout ends a collective that waits for a peer, and the interpreter waits for that at exit. The
+            group is therefore leaked: the process ends at once, which closes its connections, and its peers notice
 
-    NCCL    abort: kernels that wait for a peer end. To destroy the group instead would wait for them
-    gloo    only its timeout ends a collective that waits for a peer, and the interpreter would wait for that before it
-            ends. So the group is never taken down: the process ends at once, its connections close, and its peers hear
-
-A process that an error ends without ``Engine.close`` or a ``with`` aborts its open groups on exit.
+A process that ends by an error without ``Engine.close`` or a ``with`` aborts its open groups at exit.
 """
 
 from __future__ import annotations
@@ -95,11 +94,11 @@ class Groups:
             _open[id(self)] = self._end_with_the_process
 
     def rank_of_stage(self, stage: int) -> int:
-        """The global rank that runs ``stage`` at this rank's tp, cp and dp."""
+        """Return the global rank that runs ``stage`` at this rank's tp, cp and dp."""
         return self.mesh.rank_of(**{**self.coordinate, "pp": self.mesh.pp_rank_of(stage)})
 
     def over(self, name: Name) -> Any:
-        """The group of this rank over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""
+        """Return this rank's group over an axis by its name in a plan, as ``dp-cp``; None for an axis of one rank."""
         return self.world if name == "world" else self.by_name.get(name)
 
     def limit(self, timeout: timedelta) -> None:
@@ -108,11 +107,11 @@ class Groups:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def in_users_code(self) -> AbstractContextManager[None]:
-        """Around a function of the user's that runs between steps: after the timeout, it fails at its line."""
+        """Return a context for a user's function between steps: after the timeout, the function fails at its line."""
         return self.faults.activity.in_users_code(self.timeout)
 
     def barrier(self) -> None:
-        """A barrier of the hosts: does not wait for devices."""
+        """Wait for all hosts, but not for devices."""
         if self.host is not None:
             dist.barrier(group=self.host)
 
@@ -148,7 +147,7 @@ class Groups:
             self._forget()
 
     def _end_with_the_process(self, error: BaseException | None) -> None:
-        """The interpreter ends by ``error``, or well."""
+        """End the groups at exit of the interpreter. ``error``: the uncaught error that ends it, None without one."""
         if error is not None:
             self.faults.publish(error)
             self.abort()
@@ -156,7 +155,7 @@ class Groups:
         self.faults.close()
 
     def _release_anyhow(self) -> None:
-        """On the way out of an error, a device that is broken already fails here too, and the groups must still end."""
+        """Run ``before_end`` and ignore errors: a broken device fails here too, and the groups must still end."""
         for release in self.before_end:
             with suppress(Exception):
                 release()
@@ -168,19 +167,19 @@ class Groups:
         self.by_name, self.made, self.before_end = {}, [], []
 
 
-# Called when the interpreter ends, with the uncaught error that ends it.
+# called at exit of the interpreter, with the uncaught error that ends it
 _open: dict[int, Callable[[BaseException | None], None]] = {}
 
 
 def abort_groups(groups: Iterable[ProcessGroup], *, with_default: bool) -> None:
-    """End ``groups``, or with the default group all there are, without a wait for anyone."""
+    """Abort ``groups``, or with the default group all groups, without waiting for other ranks."""
     if not dist.is_initialized():
         return
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     every = list(dist.distributed_c10d._world.pg_map) if with_default else list(groups)
     for group in every:
         if "gloo" in dist.get_backend_config(group):
-            # A reference that is never released: the destructor, which joins the group's threads, never runs.
+            # a leaked reference: the destructor, which joins the group's threads, never runs
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if with_default:
         abort(None)

@@ -1,20 +1,18 @@
-"""Start local ranks: N processes that run one function with the environment that torchrun would give them.
+"""Starts local ranks: N processes that run one function with the environment that torchrun would set.
 
     launch(function, 4, *args) -> [result of rank 0, …, result of rank 3]
 
-The parent hosts the rendezvous store, so no port can be taken between choosing it and using it, and the store lives as
-long as any rank. It listens on the loopback alone, and so do the ranks (``this_host``). Ranks are forked from a server
-process that has imported torch once, so starting them costs little.
-When one rank fails, or time is up, all end, and may be started again; when the parent ends, however it ends, so do the
-ranks.
+The parent hosts the rendezvous store: no other process can take its port, and it lives as long as any rank. The store
+and the ranks listen only on the loopback (``this_host``). Ranks are forked from a server process that has imported
+torch once, so that they start fast. When one rank fails, or time is up, all ranks end, and may be started again; they
+also end when the parent ends in any way.
 
-The parent is the first to see that a rank died. It publishes this on the board, in which ranks with a lost peer look
-for the cause. Ranks share a secret of this launch, or the user's: other users of the host can reach the store, but
-their entries have no valid signature.
+The parent is the first to notice that a rank died. It publishes this on the board, where ranks with a lost peer look up
+the cause. Ranks share a secret of this launch, or the user's: other users of the host can reach the store, but their
+entries have no valid signature.
 
-It also looks for ranks that were stopped (SIGSTOP) before they could watch each other: whoever has a heartbeat is
-watched by the other ranks, which see it sooner. A launcher that was stopped itself, as by
-Ctrl-Z, counts no time in which it did not look.
+The parent also detects ranks that were stopped (SIGSTOP) before their first heartbeat; later the other ranks do so
+sooner. If the launcher itself was stopped, as by Ctrl-Z, that time does not count.
 """
 
 import multiprocessing
@@ -54,19 +52,19 @@ AS_HERE = {
 }
 GRACE_SECONDS = 3.0  # for ranks to end by themselves after the first failure
 WATCHED_SECONDS = 12.0  # the same for ranks that watch each other
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5  # between two checks
 TELLS_SECONDS = 1.0  # for the last output of the rank that failed first, when all others have ended
 STANDSTILL_SECONDS = STOPPED_SECONDS + 4.0
-_MOST_BETWEEN = 2.0  # seconds between two looks that count
+_MOST_BETWEEN = 2.0  # seconds between two checks that count at most: the launcher may have been stopped itself
 
 
 class RankError(RunError):
-    """A rank failed for another reason than bad input; the message is the first failure, in one line, and its place.
-    ``last_lines``: of each failed rank's output, by rank.
+    """A failure of a rank other than bad input. The message is the first failure, in one line, and its place.
+    ``last_lines``: the last line of each failed rank's output, by rank.
     """
 
-    def __init__(self, told: str, last_lines: Mapping[int, str] | None = None) -> None:
-        super().__init__(told)
+    def __init__(self, text: str, last_lines: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
         self.last_lines = dict(last_lines or {})
 
 
@@ -82,16 +80,17 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` on ``num_ranks`` local ranks and return their results in rank order.
 
-    ``function`` and ``args`` are pickled: a function at the top of an importable module. Results are pickled too.
+    ``function``, a function of an importable module, ``args`` and the results are pickled.
 
-    After a failure that is not bad input all ranks are started again, up to ``max_restarts`` times, with
-    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and a new ``timeout_seconds``;
-    before a restart the failure goes to stderr and ``on_restart(number of the restart, the failure)`` is called.
+    After a failure other than bad input, all ranks are started again, up to ``max_restarts`` times, with
+    TORCHELASTIC_RESTART_COUNT and the same TORCHELASTIC_RUN_ID in their environment, and a new ``timeout_seconds``.
+    Before a restart, the failure is printed to stderr and ``on_restart(number of the restart, failure)`` is called.
 
-    SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. If all of them return within ``stop_seconds``, so does
-    this, after ``on_stop(signal)``; else the ranks are ended and this process too. A second signal ends all at once.
+    SIGTERM and Ctrl-C are forwarded to the ranks as SIGTERM. If all ranks return within ``stop_seconds``, ``launch``
+    calls ``on_stop(signal)`` and returns; otherwise it ends the ranks and this process. A second signal ends all at
+    once.
 
-    Raises: the PlanError of the first rank that raised one; RankError for any other failure or when time is up.
+    Raises the PlanError of the first rank that raised one, or RankError for any other failure or when time is up.
     """
     run_id = uuid.uuid4().hex
     for attempt in range(max_restarts + 1):
@@ -114,16 +113,16 @@ def launch(
     raise AssertionError("an attempt ends with results or an error")
 
 
-def _results(outcomes: list[Outcome], told: list[Failure], timed_out: bool, timeout_seconds: float) -> list[Any]:
-    """``told``: failures published by ranks and their parent, in the order of the store."""
+def _results(outcomes: list[Outcome], published: list[Failure], timed_out: bool, timeout_seconds: float) -> list[Any]:
+    """Return the results, or raise the first failure. ``published``: by ranks and their parent, in this order."""
     failed = sorted((o for o in outcomes if o.failed), key=lambda outcome: (outcome.of_a_peer, outcome.seconds))
     if not failed:
         return [outcome.result for outcome in outcomes]
     ranks = {outcome.rank for outcome in failed}
-    first = next((failure for failure in told if failure.rank in ranks), failed[0].failure)
+    first = next((failure for failure in published if failure.rank in ranks), failed[0].failure)
     assert first is not None
     last_lines = {outcome.rank: outcome.last_line for outcome in outcomes if outcome.failed}
-    if timed_out and failed[0].seconds == inf and not told:
+    if timed_out and failed[0].seconds == inf and not published:
         late = sorted(ranks)
         raise RankError(f"ranks {late} did not finish in {timeout_seconds:g} s and were terminated", last_lines)
     error = outcomes[first.rank].error
@@ -135,7 +134,9 @@ def _results(outcomes: list[Outcome], told: list[Failure], timed_out: bool, time
 
 
 class LocalRanks:
-    """One attempt. Owns: the store, the processes, their outboxes and pages, the pipe by which they notice our end."""
+    """The ranks of one attempt. Owns the store, the processes, their outboxes and pages, and the pipe by which they
+    notice the end of the parent.
+    """
 
     def __init__(self, num_ranks: int, attempt: int, timeout_seconds: float, run_id: str) -> None:
         self.num_ranks, self.attempt, self.run_id = num_ranks, attempt, run_id
@@ -155,7 +156,7 @@ class LocalRanks:
         self._processes: list[Any] = []
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Their time counts from here: what the fork server imports is none of it."""
+        """Start the ranks. The timeout counts from the last start, after the imports of the fork server."""
         launcher = Launcher.this()
         for rank, (outbox, page) in enumerate(zip(self._outboxes, self._pages, strict=True)):
             given = Given(rank, self._environment(rank), self._alive_here, launcher, outbox, page)
@@ -168,7 +169,7 @@ class LocalRanks:
         return [process.pid for process in self._processes if process.exitcode is None]
 
     def wait(self, signals: Forwarding) -> None:
-        """Until all ranks ended well, or one failed (then shortly for the rest), or time ran out."""
+        """Wait until all ranks have ended, one has failed (then shortly for the others), or time is up."""
         running = {process.sentinel: rank for rank, process in enumerate(self._processes)}
         failed_at = inf
         standstill = Standstill()
@@ -185,23 +186,23 @@ class LocalRanks:
                 self._processes[rank].join()
                 if self._processes[rank].exitcode:
                     failed_at = min(failed_at, time.monotonic())
-                    self._tell_end(rank)
+                    self._publish_end(rank)
             pids = {rank: self._processes[rank].pid for rank in running.values()}
             for rank, seconds in standstill.look(pids).items():
                 failed_at = min(failed_at, time.monotonic())
                 self._publish(Failure(rank, self._place(rank), f"{STOPPED}, seen for {seconds:.0f} s"))
 
     def _grace(self, running: Iterable[int]) -> float:
-        """The seconds that running ranks have after the first rank has failed."""
+        """Return the seconds that running ranks have after the first rank has failed."""
         self._board = self._board.latest()
         if self._board.session is None:
             return GRACE_SECONDS
-        told = {failure.rank for failure in self._board.failures()}
-        return TELLS_SECONDS if told.issuperset(running) else WATCHED_SECONDS
+        failed = {failure.rank for failure in self._board.failures()}
+        return TELLS_SECONDS if failed.issuperset(running) else WATCHED_SECONDS
 
     @contextmanager
     def ended(self, signals: Forwarding) -> Iterator[None]:
-        """End all processes, and read their outcomes. Words after the end of their time are no failures."""
+        """End all processes after the block, and read their outcomes; those written after the timeout do not count."""
         try:
             yield
         finally:
@@ -218,26 +219,22 @@ class LocalRanks:
                 memory.close()
             self.failures = before if self.timed_out else list(self._board.failures())
 
-    def _tell_end(self, rank: int) -> None:
-        """The failure of a rank that could not publish it, or reported it only here."""
+    def _publish_end(self, rank: int) -> None:
+        """Publish the failure of a rank that ended without publishing it."""
         outcome = self._outboxes[rank].read()
         if outcome is None:
             outcome = _silent(rank, self._processes[rank].exitcode)
-            told = Failure(rank, self._place(rank), outcome.last_line)
-        elif outcome.failed and not outcome.of_a_peer:
-            assert outcome.failure is not None
-            told = outcome.failure
-        else:
-            return
-        self._publish(told)
+            self._publish(Failure(rank, self._place(rank), outcome.last_line))
+        elif outcome.failure is not None and not outcome.of_a_peer:
+            self._publish(outcome.failure)
 
     def _publish(self, failure: Failure) -> None:
-        """Unless the rank, or a watcher of it, has published it."""
-        if all(told.rank != failure.rank for told in self._board.failures()):
+        """Publish a failure, unless the rank, or a watcher of it, has done so."""
+        if all(published.rank != failure.rank for published in self._board.failures()):
             Board(self._store, signer=Signer(self._secret)).publish(failure)
 
     def _place(self, rank: int) -> str:
-        """The rank's last activity."""
+        """Return the rank's last activity."""
         return self._pages[rank].read() or f"rank {rank}"
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -261,15 +258,15 @@ class LocalRanks:
 
 
 def _context() -> Any:
-    """A fork server that has imported torch before any rank starts; spawn if there is none."""
+    """Return the context of a fork server that imports torch before any rank starts; of spawn on other systems."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     method = early_server.METHOD if early_server.METHOD in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == early_server.METHOD:
-        # Each rank will need the modules that this process has imported: Hugging Face model files take seconds.
+        # ranks need the modules that this process has imported: model files of Hugging Face take seconds
         slow = [name for name in list(sys.modules) if name in AS_HERE or _is_model_file(name)]
         if not early_server.imported.issuperset(filter(_is_model_file, slow)):
-            early_server.end()  # the command has imported modules since that ranks need
+            early_server.end()  # since it was forked, the command has imported modules that ranks need
         context.set_forkserver_preload([early_server.FORK_SERVER, *PRELOADED, *slow])
     return context
 
@@ -285,12 +282,12 @@ def _join_all(processes: list[Any], seconds: float) -> None:
 
 
 def _end(processes: list[Any], grace_seconds: float) -> set[int]:
-    """SIGTERM, then SIGKILL, for those that are stopped or only just forked. The ranks that ran until then."""
+    """End processes by SIGTERM, then SIGKILL (at once if stopped), and return the ranks that were running."""
     running = {rank for rank, process in enumerate(processes) if process.is_alive()}
     for process in (processes[rank] for rank in running):
         process.kill() if state_of(process.pid, start_of(process.pid)) == "stopped" else process.terminate()
     _join_all(processes, grace_seconds)
-    for process in processes:  # all before any is waited for: none is to see another gone
+    for process in processes:  # kill all before waiting for any: no rank should see that another is gone
         if process.is_alive():
             process.kill()
     _join_all(processes, inf)
@@ -298,27 +295,28 @@ def _end(processes: list[Any], grace_seconds: float) -> set[int]:
 
 
 def _silent(rank: int, exit_code: int | None, ended_here: bool = False) -> Outcome:
-    """One that ended without a word died before the peers that complain about it, unless its launcher ended it: then
-    it ran until then, whatever signal it took."""
+    """Return the outcome of a rank that wrote none: it died before the peers that report it, unless its launcher ended
+    it (``ended_here``).
+    """
     if ended_here:
-        said = "ended by its launcher"
+        cause = "ended by its launcher"
     elif exit_code is not None and exit_code < 0:
-        said = f"killed by {signal.Signals(-exit_code).name}"
+        cause = f"killed by {signal.Signals(-exit_code).name}"
     else:
-        said = f"ended without a result, exit code {exit_code}"
-    failure = Failure(rank, f"rank {rank}", said)
-    return Outcome(rank, failure=failure, last_line=said, of_a_peer=ended_here, seconds=inf if ended_here else 0.0)
+        cause = f"ended without a result, exit code {exit_code}"
+    failure = Failure(rank, f"rank {rank}", cause)
+    return Outcome(rank, failure=failure, last_line=cause, of_a_peer=ended_here, seconds=inf if ended_here else 0.0)
 
 
 class Standstill:
-    """Owns for how long each rank has been seen stopped."""
+    """Detection of stopped ranks. Owns the seconds for which each rank has been stopped."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Rank → for how many seconds it has been stopped, of those that count as dead. ``pids``: by rank."""
+        """Return rank → seconds for which it has been stopped, for ranks that count as dead. ``pids``: by rank."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_BETWEEN), now
         stopped = {rank for rank, pid in pids.items() if state_of(pid, start_of(pid)) == "stopped"}

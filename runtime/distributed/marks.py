@@ -9,7 +9,7 @@ Mark = Any  # seconds of the host's clock, or an event that the device passes
 
 
 class Marks:
-    """Sets marks, and measures the time between two of them. Setting one takes under 10 µs and waits for nothing."""
+    """A clock of marks on a device. Setting a mark takes under 10 µs and does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -22,15 +22,15 @@ class Marks:
         return event
 
     def is_past(self, mark: Mark) -> bool:
-        """Whether the device has come by it."""
+        """Return whether the device has passed the mark."""
         return not self._is_cuda or mark.query()
 
     def can_be_set(self) -> bool:
-        """Not while a graph is captured: its work has not begun."""
+        """Return False while a graph is captured: its work has not begun."""
         return not (self._is_cuda and torch.cuda.is_current_stream_capturing())
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """From ``start`` to ``end``; waits until the device has passed both."""
+        """Return the seconds from ``start`` to ``end``; waits until the device has passed both."""
         if not self._is_cuda:
             return end - start
         start.synchronize()

@@ -1,10 +1,10 @@
 """Rendezvous of ranks in the key-value store before any group exists: a mismatch is one error on all ranks, not a hang.
 
-    each rank    its seat: host, device, GPU, values that must be equal          one key
-    rank 0       reads all, judges                                                 one key
-    each rank    the verdict: the same error, or backend and tied stages
+    each rank    writes its seat: host, device, GPU, values that must be equal     one key
+    rank 0       reads all seats, writes the verdict                               one key
+    each rank    reads the verdict: the same error, or backend and tied stages
 
-A node that finds no GPU would create a gloo group while the others create an NCCL group, and all would wait forever.
+Otherwise a node without a GPU would create a gloo group while others create an NCCL group, and all would wait forever.
 """
 
 import sys
@@ -22,19 +22,19 @@ from runtime.distributed.devices import ON_THE_CPU
 from runtime.distributed.faults.board import SECRET, Board, Signer
 
 StageSet = tuple[int, ...]
-LOOK_SECONDS = 1.0  # between two looks at the board
-HEARD = "meshwright/heard"  # how many ranks have read a failure there
+LOOK_SECONDS = 1.0  # most seconds between two reads of the board
+HEARD = "meshwright/heard"  # key for the number of ranks that have read a failure
 _has_warned = False
-LATE = timedelta(seconds=10)  # rank 0 names the missing ranks a moment after the others stopped waiting for it
+LATE = timedelta(seconds=10)  # other ranks wait longer by this: rank 0 reports missing ranks at the timeout
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The facts of one rank for the rendezvous. ``gpu``: the same for two ranks of one GPU; ``named``: the user gave
-    this very device.
+    """The facts of one rank for the rendezvous. ``gpu``: unique for each GPU. ``named``: whether the user named this
+    device with its index.
 
     ``identity``: texts that must be equal on all ranks, by name. ``tied``: stages that share a parameter. ``error``:
-    why this rank cannot take part (problem, place, fix).
+    the reason that this rank cannot take part (problem, place, fix).
     """
 
     host: str = ""
@@ -53,7 +53,8 @@ class Seat:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The joint decision: ``backend`` of the groups for tensors of the device, and the union of tied stage sets; or the
-    ``error`` of all ranks (problem, place, fix)."""
+    ``error`` of all ranks (problem, place, fix).
+    """
 
     backend: str = ""
     tied: tuple[StageSet, ...] = ()
@@ -62,8 +63,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """``store``: of ``world_size`` ranks. ``signer``: of seats and the verdict. ``board``: holds the failure of a rank
-    that will not come."""
+    """The rendezvous of ``world_size`` ranks in ``store``. ``signer``: of seats and the verdict. ``board``: of failures
+    of ranks that will not come.
+    """
 
     store: Store
     rank: int
@@ -73,7 +75,7 @@ class Rendezvous:
     board: Board | None = None
 
     def meet(self, seat: Seat, pp: int = 1) -> Verdict:
-        """The same verdict, or the same PlanError, on every rank."""
+        """Return the same verdict, or raise the same PlanError, on every rank."""
         store, signer = self.store, self.signer
         if self.rank == 0:
             verdict = self._lead(seat, pp)
@@ -97,9 +99,9 @@ class Rendezvous:
         try:
             if not came(self.store, keys, self.timeout, self.board):
                 raise self._absent([rank for rank, key in enumerate(keys, 1) if not self.store.check([key])])
-            told = enumerate(zip(keys, self.store.multi_get(keys), strict=True), 1)
-            found = (self.signer.checked(*given, f"the seat of rank {rank}") for rank, given in told)
-            seats = [seat, *map(of_kind(Seat), found)]
+            pairs = enumerate(zip(keys, self.store.multi_get(keys), strict=True), 1)
+            others = (self.signer.checked(*pair, f"the seat of rank {rank}") for rank, pair in pairs)
+            seats = [seat, *map(of_kind(Seat), others)]
             verdict = judge(seats, pp)
             _warn_without_a_secret(seats, self.signer)
         except PlanError as error:
@@ -112,8 +114,8 @@ class Rendezvous:
 
 
 def judge(seats: Sequence[Seat], pp: int) -> Verdict:
-    """The joint decision of the ranks. Raises PlanError, naming ranks, if their facts do not fit together."""
-    _raise_told(seats)
+    """Return the joint decision of the ranks. Raises PlanError, naming ranks, if their facts do not fit together."""
+    _raise_first_error(seats)
     for name in dict.fromkeys(name for seat in seats for name in seat.identity):
         require_equal(name, {rank: seat.identity.get(name) for rank, seat in enumerate(seats)}, len(seats))
     types = Counter(seat.device_type for seat in seats)
@@ -135,7 +137,7 @@ def _key(rank: int) -> str:
 
 
 def _warn_without_a_secret(seats: Sequence[Seat], signer: Signer) -> None:
-    """Once in a process."""
+    """Warn, once in a process, if several hosts share a store without a secret."""
     global _has_warned
     num_hosts = len({seat.host for seat in seats})
     if num_hosts > 1 and not signer and not _has_warned:
@@ -149,20 +151,20 @@ def _warn_without_a_secret(seats: Sequence[Seat], signer: Signer) -> None:
 
 
 def came(store: Store, keys: list[str], timeout: timedelta, board: Board | None = None) -> bool:
-    """Whether ``keys`` came before time was up. Raises the failure of a rank that has left it on the board."""
+    """Return whether ``keys`` were set within ``timeout``. Raises the first failure on the board."""
     try:
         if board is None:
             store.wait(keys, timeout)
             return True
         begin = time.monotonic()
-        while not store.check(keys):  # torch warns of each wait that ends for time
+        while not store.check(keys):  # torch prints a warning for each wait that times out
             if (failure := board.first()) is not None:
                 board.store.add(HEARD, 1)
                 raise failure.plan_error
             if (waited := time.monotonic() - begin) > timeout.total_seconds():
                 return False
             time.sleep(min(0.005 + waited / 8, LOOK_SECONDS))
-    except RuntimeError:  # of every kind of store, when time is up or its host is gone
+    except RuntimeError:  # any store raises it when time is up or its host is gone
         return False
     return True
 
@@ -170,21 +172,20 @@ def came(store: Store, keys: list[str], timeout: timedelta, board: Board | None 
 # ---- facts that do not fit together
 
 
-def _raise_told(seats: Sequence[Seat]) -> None:
-    """The first error that a rank brought, with all ranks that brought it."""
-    told = [seat.error for seat in seats]
-    first = next((error for error in told if error is not None), None)
+def _raise_first_error(seats: Sequence[Seat]) -> None:
+    """Raise the first error in the seats, naming all ranks with the same error."""
+    errors = [seat.error for seat in seats]
+    first = next((error for error in errors if error is not None), None)
     if first is not None:
-        ranks = [rank for rank, error in enumerate(told) if error == first]
+        ranks = [rank for rank, error in enumerate(errors) if error == first]
         where = "" if len(ranks) == len(seats) else f"{listed(ranks)}: "
         raise PlanError(where + first[0], where=first[1], fix=first[2])
 
 
 def require_equal(name: str, values: Mapping[int, str | None], world_size: int) -> None:
-    """``values``: by rank, of the ranks to compare. The most common value is taken as right; ranks with others are
-    named.
+    """Raise PlanError if values differ, naming the ranks without the most common value.
 
-    Raises PlanError if values differ.
+    ``values``: by rank, of the ranks to compare.
     """
     shown = {rank: "nothing" if value is None else value for rank, value in values.items()}
     usual, _ = Counter(shown.values()).most_common(1)[0]
@@ -210,7 +211,7 @@ def _mixed(seats: Sequence[Seat], types: Counter[str]) -> PlanError:
 
 
 def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
-    """The ranks of each GPU that several have."""
+    """Return the ranks on each GPU that several ranks use."""
     ranks = defaultdict(list)
     for rank, seat in enumerate(seats):
         if seat.gpu:
@@ -219,7 +220,10 @@ def _on_one_gpu(seats: Sequence[Seat]) -> list[list[int]]:
 
 
 def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: int) -> None:
-    """Ranks share a GPU only if the user named it for each; NCCL refuses that, and gloo sends host memory alone."""
+    """Raise PlanError unless the user named the shared GPU on each of its ranks, and gloo can do all communication.
+
+    NCCL refuses several ranks on one GPU, and gloo sends only host memory.
+    """
     first = shared[0]
     what = f"{listed(first)} are on one GPU ({seats[first[0]].device} of host {seats[first[0]].host})"
     if not all(seats[rank].named for ranks in shared for rank in ranks):
@@ -235,6 +239,6 @@ def _check_sharing(seats: Sequence[Seat], shared: Sequence[Sequence[int]], pp: i
 
 
 def listed(ranks: Sequence[int], most: int = 8) -> str:
-    """Ranks for a message."""
+    """Return ranks as text for a message."""
     names = ", ".join(map(str, ranks[:most])) + (", …" if len(ranks) > most else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"

@@ -1,12 +1,12 @@
-"""Values that ranks share at each update, inside the collective that sums the norm: no additional collective.
+"""Values that ranks share at each update, in the all-reduce of the norm: no additional collective.
 
-    [asked to stop or to take orders,  digest of the batch of rank 0, 1, …,  usual seconds at work of rank 0, 1, …,
-     seconds at work in the newest run of rank 0, 1, …,  seconds of that run …,  bytes of memory …]
+    [flags: stop, orders;  digest of the batch of rank 0, 1, …;  usual seconds of work of rank 0, 1, …;
+     seconds of work in the last run of rank 0, 1, …;  seconds of that run …;  bytes of memory …]
 
-    All are zeros except for this rank's.
+    Each rank fills its own elements; the others are zeros.
 
-Digests show ranks that got another batch than the others: a global batch must be equal on all ranks, local rows on
-ranks with one dp coordinate. If digests differ, no rank updates anything. All values are integers in float64.
+Digests must be equal on all ranks for a global batch, and on the ranks of one dp coordinate for local rows. If they
+differ, no rank updates anything. All values are integers in float64.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ from planner.mesh import Mesh
 from planner.sharding.shards import NOTES_OF_A_RANK
 from runtime.distributed.stopping import ORDERS
 
-_DIGEST_BYTES = 6  # an integer in float64
-_MOST_FLOATS = 1 << 14  # of each floating tensor of a batch, evenly spread
+_DIGEST_BYTES = 6  # fits into an integer in float64
+_MOST_FLOATS = 1 << 14  # evenly spaced elements of each floating tensor of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Values from all ranks; lists have one figure per rank, 0 if it is unknown. ``has_orders``: rank 0 has some.
+    """The values of all ranks; tuples have one figure per rank, 0 if unknown. ``has_orders``: rank 0 has orders.
 
-    ``usual_seconds``: of a usual run, without waits for other stages. ``working_seconds``, ``pipeline_seconds``: of the
-    newest run over the actions, without and with those waits; only of a pipeline of several ranks. ``memory_bytes``:
-    the most so far.
+    ``usual_seconds``: of a usual run over the actions, without waits for other stages. ``working_seconds``,
+    ``pipeline_seconds``: of the last run, without and with those waits; only for pipelines of several ranks.
+    ``memory_bytes``: the peak so far.
     """
 
     stop_requested: bool = False
@@ -47,7 +47,7 @@ class Told:
 
     @classmethod
     def of(cls, notes: Sequence[float]) -> Self:
-        """``notes``: the sums of all addends, or none."""
+        """Return the values in ``notes``, the sums of all addends; defaults if it is empty."""
         size = len(notes) // NOTES_OF_A_RANK
         if not size:
             return cls()
@@ -56,26 +56,27 @@ class Told:
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> int:
-    """Of every integer in host memory; if a batch has none, of some thousand floats of each tensor.
+    """Return a digest of all integers in host memory; if a batch has none, of some thousand floats of each tensor.
 
-    Floats beside integers are not compared, as with the first batch: hosts may compute them with different last bits.
+    Floats beside integers are ignored, as in the check of the first batch: their last bits may differ between hosts.
     Tensors on a device are not read.
     """
     on_host = {n: v for n, v in batch.items() if v.device.type == "cpu" and not isinstance(v, FakeTensor)}
     here = {name: value.detach() for name, value in on_host.items()}
     integers = {n: v for n, v in here.items() if not (v.is_floating_point() or v.is_complex())}
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     floats = {n: v.reshape(-1)[:: max(1, v.numel() // _MOST_FLOATS)] for n, v in here.items() if not integers}
     for _, value in sorted((integers or floats).items()):
         with suppress(RuntimeError):  # a placeholder tensor has no content
             content: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
-            found.update(content)
-    return 1 + int.from_bytes(found.digest(), "little")
+            digest.update(content)
+    return 1 + int.from_bytes(digest.digest(), "little")
 
 
 class Notes:
-    """One rank's side. ``is_local``: of the last batch. ``places``: (pp, dp) of each rank; ``pipelines``: the
-    first rank of the pipeline that it is in."""
+    """The values of one rank. ``is_local``: whether the last batch is. ``places``: (pp, dp) of each rank.
+    ``pipelines``: the first rank in the pipeline of each rank.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.rank, self.device, self.size = rank, device, mesh.world_size
@@ -89,14 +90,16 @@ class Notes:
         self._first_of_dp = torch.tensor([self._of_dp[dp][0] for _, dp in self.places], device=device)
 
     def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
-        """The batch of the next update."""
+        """Note the batch of the next update."""
         self.is_local = is_local
         if self.size > 1:
             self.digest = digest_of(batch)
 
     def here(self, asks: int, own: Sequence[float] = ()) -> Tensor:
-        """This rank's addend; filled on the device, for which the host does not wait. ``asks``: of this process;
-        ``own``: its figures, as the lists of ``Told`` come."""
+        """Return this rank's addend, on the device; the host does not wait for it.
+
+        ``asks``: the flags of this process. ``own``: its figures, in the order of the tuples of ``Told``.
+        """
         notes = torch.zeros(1 + NOTES_OF_A_RANK * self.size, dtype=torch.float64, device=self.device)
         if asks:
             notes[0].fill_(float(asks))
@@ -106,7 +109,7 @@ class Notes:
         return notes
 
     def differ(self, sums: Tensor) -> Tensor:
-        """Whether batches differ, on the device. ``sums``: of all addends; the notes are last."""
+        """Return whether batches differ, as a tensor on the device. ``sums``: ends with the sums of all addends."""
         digests = self._digests(sums)
         are_local = digests < 0
         like = digests[self._first_of_dp] if self.is_local else digests[:1]

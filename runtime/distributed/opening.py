@@ -1,26 +1,25 @@
-"""Mesh → process groups: created after the rendezvous of all ranks, so that a mismatch is one error and not a hang.
+"""Creates the process groups of a mesh, after the rendezvous of all ranks: a mismatch is one error and not a hang.
 
 Uses the default process group if it exists, and otherwise creates it (environment of torchrun, srun, mpirun or
-``runtime.distributed.launch``); one rank alone needs neither launcher nor group.
+``runtime.distributed.launch``); a single rank needs neither launcher nor group.
 
-Options of NCCL communicators by their traffic. Other backends have none.
+NCCL communicators have options by their traffic; other backends have none:
 
 links           few thread blocks: a receive that is posted ahead spins until its message comes
-tp, cp, ep      a high-priority stream: they start before compute that is queued already
-of weights      the same: gathers of weights in shards (zero 3), on a group beside that of the gradients' sums
-dp, tied        the default priority: gradients are reduced behind compute that does not wait for them
+tp, cp, ep      a high-priority stream: they start before compute that is already queued
+of weights      the same: all-gathers of sharded weights (zero 3), in another group than the reduction of gradients
+dp, tied        the default priority: gradients are reduced behind compute that does not depend on them
 
-Links as process groups: one of two ranks for each sender, receiver and direction of the pipeline.
+A link is a process group of two ranks, one for each sender, receiver and direction of the pipeline. NCCL has no tags
+and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send first would wait
+for each other. On its own link, each message has one order (``planner.pipeline.links``).
 
-NCCL has no tags and runs the messages of one communicator in one stream: on a shared one, two neighbours that both send
-first would wait for each other. On a link of its own every message has one order (``planner.pipeline.links``).
+NCCL builds a communicator at its first use, and blocks the host of a rank until all members have come. Inside a step
+this can deadlock: a rank that posts a receive ahead is blocked before the forward that its peer waits for. Before the
+first step, each rank therefore walks one list of all communicators of the mesh, and uses those that it is a member of.
 
-NCCL builds a communicator when it is used first, and holds the host of a rank until all members have come. Inside a
-step that is a trap: a rank that posts a receive ahead is held before the forward that its peer waits for. So before the
-first step each rank walks one list of all communicators of the mesh, and uses those that it is a member of.
-
-It ends: of the communicators that are not built yet take the first of the list. Each of its members has left behind all
-those before it that it is in, so all of them come to this one.
+This terminates: consider the first communicator of the list that is not built. Its members have passed all earlier
+communicators that they are in, so all of them reach this one.
 """
 
 import os
@@ -44,7 +43,7 @@ from runtime.distributed.groups import Groups, Name
 from runtime.distributed.meeting import Rendezvous, Seat
 from runtime.distributed.this_host import stay_on_one_host
 
-LINK_CTAS = 2  # thread blocks that a link may occupy, so that products beside it keep the other multiprocessors
+LINK_CTAS = 2  # most thread blocks of a link: concurrent products keep the other multiprocessors
 _AWAITED = frozenset({"tp", "cp", "ep", "etp"})  # axes with results that the next kernel reads
 
 
@@ -57,12 +56,12 @@ def open_groups(
     timeout_seconds: float = 600.0,
     combined: Iterable[str] = (),
 ) -> Groups:
-    """Every process group of ``mesh``; the same call on every rank.
+    """Return the process groups of ``mesh``. All ranks must call it.
 
     ``identity``: texts that must be equal on all ranks, by name. ``tied``: the stage sets of parameters on several
-    stages. ``combined``: axes of several names that need a group, as ``tp-dp``.
-    Raises PlanError on every rank when the launched world is not the mesh, identities differ, or the ranks'
-    devices do not go together.
+    stages. ``combined``: combined axes that need a group, as ``tp-dp``.
+    Raises PlanError on every rank if the launched world does not match the mesh, or identities or devices of the ranks
+    do not fit together.
     """
     timeout = timedelta(seconds=timeout_seconds)
     place = launched(os.environ, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
@@ -83,8 +82,8 @@ def open_groups(
     except BaseException as error:
         faults.fail(error)
         raise
-    given = (world.owns_default, world.device, world.host, verdict.backend)
-    groups = Groups(mesh, rank, own, timeout, *given, made=world.made, faults=faults)
+    of_all = (world.owns_default, world.device, world.host, verdict.backend)
+    groups = Groups(mesh, rank, own, timeout, *of_all, made=world.made, faults=faults)
     try:
         _fill(groups, verdict.tied, combined)
     except BaseException as error:
@@ -95,7 +94,7 @@ def open_groups(
 
 
 def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = ()) -> None:
-    """The groups of a part of the ranks, each used once if a first use would block."""
+    """Create the groups of some of the ranks, and use each once if its first use would block."""
     on_nccl = groups.backend == "nccl"
     world, *others = communicators(groups.mesh, tied_sets, combined, has_links=on_nccl)
     make(groups, others)
@@ -103,8 +102,9 @@ def _fill(groups: Groups, tied_sets: Iterable[tuple[int, ...]], combined: Iterab
         use_in_turn(groups, [world, *others])
 
 
-def _device(given: torch.device | str | None, place: Launched) -> torch.device:
-    return choose_device(given, place, cuda_available=torch.cuda.is_available(), device_count=torch.cuda.device_count())
+def _device(requested: torch.device | str | None, place: Launched) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    return choose_device(requested, place, cuda_available=torch.cuda.is_available(), device_count=num_gpus)
 
 
 def _begin_on(device: torch.device) -> torch.device:
@@ -114,24 +114,24 @@ def _begin_on(device: torch.device) -> torch.device:
 
 
 def _seat(
-    place: Launched, given: torch.device | str | None, identity: dict[str, str], tied: Iterable[tuple[int, ...]]
+    place: Launched, requested: torch.device | str | None, identity: dict[str, str], tied: Iterable[tuple[int, ...]]
 ) -> Seat:
-    """This rank's entry for the rendezvous; a missing device is reported there, for all ranks."""
+    """Return this rank's entry for the rendezvous, where a missing device is reported on all ranks."""
     host, stages = socket.gethostname(), tuple(sorted(set(tied)))
     try:
-        device = _device(given, place)
+        device = _device(requested, place)
         if device.type not in ("cpu", "cuda"):
             raise PlanError(f"several ranks cannot run on {device}", where="device", fix='give "cuda" or "cpu"')
     except PlanError as error:
         return Seat(host, error=error.words, identity=identity, tied=stages)
-    named = given is not None and torch.device(given).index is not None
+    named = requested is not None and torch.device(requested).index is not None
     return Seat(host, str(device), _gpu(device, host), named, identity, stages)
 
 
 def _gpu(device: torch.device, host: str) -> str:
-    """A name that no other GPU has, whatever each rank is shown of the machine; empty for the CPU.
+    """Return a unique name of a GPU, which does not depend on the GPUs that a rank sees; "" for the CPU.
 
-    NCCL refuses two ranks of one host and GPU; NCCL_HOSTID takes the place of the host there, and thus here.
+    NCCL refuses two ranks on one GPU of one host; NCCL_HOSTID replaces the host there, and thus here.
     """
     if device.type != "cuda":
         return ""
@@ -141,7 +141,7 @@ def _gpu(device: torch.device, host: str) -> str:
 
 
 def check_world(mesh: Mesh, world_size: int) -> None:
-    """Raise PlanError unless as many ranks were launched as the mesh has."""
+    """Raise PlanError unless the number of launched ranks is that of the mesh."""
     if world_size == mesh.world_size:
         return
     sizes = " · ".join(f"{axis} {getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(mesh, axis) > 1)
@@ -152,7 +152,7 @@ def check_world(mesh: Mesh, world_size: int) -> None:
 
 
 class Communicator(NamedTuple):
-    """``members``: of a link its sender and receiver."""
+    """A communicator. ``members``: its ranks; for a link, sender and receiver."""
 
     name: Name
     members: tuple[int, ...]
@@ -161,11 +161,10 @@ class Communicator(NamedTuple):
 def communicators(
     mesh: Mesh, tied_sets: Iterable[tuple[int, ...]], combined: Iterable[str] = (), *, has_links: bool = True
 ) -> list[Communicator]:
-    """Every communicator of the mesh with several members, that of all ranks first: the same list on every rank.
-    ``has_links``: in place of pp.
+    """Return all communicators of the mesh with several members, that of all ranks first: the same list on every rank.
 
-    With cp > 1, dp-cp has one of its own even if cp has the same ranks, so that attention's keys do not queue behind
-    gradients.
+    ``has_links``: links in place of pp. With cp > 1, dp-cp has its own communicator even if cp has the same ranks: the
+    keys of attention must not queue behind gradients.
     """
     axes = ["tp", *(("cp", "dp", "dp-cp") if mesh.cp > 1 else ("dp",)), *(() if has_links else ("pp",))]
     axes += ["etp", "ep", "edp"] if mesh.has_expert_axes else []
@@ -180,10 +179,10 @@ def communicators(
 
 
 def make(groups: Groups, ordered: Iterable[Communicator]) -> None:
-    """The groups of this rank, for tensors of the device alone. All ranks make all, in one order.
+    """Create the groups of this rank, for tensors on the device. All ranks must create all groups, in one order.
 
-    Of experts etp with the ranks of tp is that group, and so is edp with those of dp (with cp > 1: of dp-cp). Never
-    ep: rows on their way to experts must not queue behind the sums of gradients.
+    etp shares the group of tp if it has the same ranks, and edp that of dp (with cp > 1: of dp-cp). ep never shares:
+    the dispatch of rows to experts must not queue behind the reduction of gradients.
     """
     dense: dict[Name, Name] = {"etp": "tp", "edp": groups.mesh.data_axis}
     made: dict[Communicator, Any] = {}
@@ -200,7 +199,7 @@ def make(groups: Groups, ordered: Iterable[Communicator]) -> None:
 
 
 def options_of(backend: str, name: Name) -> Any:
-    """None if the backend has none, or the default serves. A group keeps the object, so each gets its own."""
+    """Return new options of a group, which keeps the object; None for the default, or a backend without options."""
     if backend != "nccl":
         return None
     if isinstance(name, Link):
@@ -213,7 +212,7 @@ def options_of(backend: str, name: Name) -> Any:
 
 
 def use_in_turn(groups: Groups, ordered: Iterable[Communicator]) -> None:
-    """Exchange one element over every communicator of this rank, and wait for it. The same call on every rank."""
+    """Exchange one element over each communicator of this rank, and wait for it. All ranks must call it."""
     for name, members in ordered:
         if groups.rank not in members:
             continue

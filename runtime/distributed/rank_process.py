@@ -1,7 +1,7 @@
-"""Main function of a launched process: run the function, report its outcome, and end together with the launcher.
+"""Main function of a launched process: runs the function, reports its outcome, and ends together with the launcher.
 
-The outcome goes over anonymous memory: nothing can be left behind in a directory, and a rank that is stopped while
-writing blocks no process.
+The outcome is written to anonymous memory: it leaves no file behind, and a rank that is stopped while writing blocks no
+process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runtime.distributed.faults.watch import start_of, state_of
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank gets from its launcher, which holds the other end of the pipe ``alive`` while it lives."""
+    """The arguments of a rank from its launcher, which holds the other end of the pipe ``alive`` while it lives."""
 
     rank: int
     environment: dict[str, str]
@@ -45,7 +45,7 @@ class Given:
 
 def run_rank(given: Given, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     rank, outbox = given.rank, given.outbox
-    gc.freeze()  # a fork: garbage collection would touch, and so copy, every page of earlier imports
+    gc.freeze()  # after a fork, garbage collection would write to, and so copy, every page of earlier imports
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # the fork server ignores it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent forwards it
@@ -61,7 +61,7 @@ def run_rank(given: Given, function: Callable[..., Any], args: tuple[Any, ...]) 
         outcome = Outcome(rank, result=function(*args))
     except BaseException as error:
         outcome = Outcome.failed_by(rank, error)
-    # Pickle all of it before writing: a result that cannot be pickled must become this rank's error, not half a file.
+    # pickled before writing: a result that cannot be pickled must become this rank's error, not half a file
     try:
         content = pickle.dumps(outcome)
     except Exception as error:
@@ -71,15 +71,15 @@ def run_rank(given: Given, function: Callable[..., Any], args: tuple[Any, ...]) 
     outbox.write(content)
     sys.stdout.flush()
     sys.stderr.flush()
-    # named semaphores (tqdm makes some) would be reported as leaked
+    # otherwise named semaphores (tqdm makes some) would be reported as leaked
     multiprocessing.util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
-    # No interpreter shutdown: a process group that a failed rank left open may wait there for its peers.
+    # no interpreter shutdown: an open process group of a failed rank may wait there for its peers
     watch.leave()
     os._exit(0 if not outcome.failed else 2 if outcome.error else 1)
 
 
 def _exit_with_parent(alive: Connection, launcher: Launcher) -> None:
-    """Block until the parent's end of the pipe is gone, then end this rank; a killed parent left its directory."""
+    """Wait until the parent's end of the pipe is gone, then remove a killed parent's directory and end this rank."""
     try:
         alive.recv()
     except (EOFError, OSError):
@@ -89,7 +89,7 @@ def _exit_with_parent(alive: Connection, launcher: Launcher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process that launched the ranks. ``directory``: of its fork server's socket, if no other process made it."""
+    """The process that launched the ranks. ``directory``: of its fork server's socket, "" if it is another's."""
 
     pid: int
     start: str
@@ -97,12 +97,12 @@ class Launcher:
 
     @classmethod
     def this(cls) -> Launcher:
-        # A process that multiprocessing started has the directory of the process that started it.
+        # a process that multiprocessing started has the directory of its parent
         own = multiprocessing.parent_process() is None
         return cls(os.getpid(), start_of(os.getpid()), multiprocessing.util.get_temp_dir() if own else "")
 
     def remove_directory(self) -> None:
-        """Remove it once the launcher is gone; one that lives may launch again, by the same fork server."""
+        """Remove the directory once the launcher is gone: a live one may launch again with the same fork server."""
         for _ in range(20 if self.directory else 0):
             if state_of(self.pid, self.start) == "gone":
                 shutil.rmtree(self.directory, ignore_errors=True)
@@ -112,10 +112,10 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one rank ended: its result, or its failure and when that was (seconds, one clock for all ranks).
+    """The outcome of one rank: its result, or its failure at ``seconds`` (of one clock for all ranks).
 
-    ``error``: the PlanError itself. ``of_a_peer``: the failure says no more than that another rank is gone.
-    ``last_line``: of all that the rank would say.
+    ``error``: a PlanError itself. ``of_a_peer``: the failure only reports that another rank is gone.
+    ``last_line``: the last line of its error.
     """
 
     rank: int
@@ -128,7 +128,7 @@ class Outcome:
 
     @classmethod
     def failed_by(cls, rank: int, error: BaseException) -> Outcome:
-        """The outcome of a failed function; an engine has published its errors itself."""
+        """Return the outcome of a failed function. It is not published here: an engine publishes its errors itself."""
         text = message_of(error)
         where = text.partition(": ")[0] if isinstance(error, StepError) else f"rank {rank}"
         return cls(
@@ -155,7 +155,7 @@ class Outbox(SharedFile):
             file.write(content)
 
     def read(self) -> Outcome | None:
-        """The rank's outcome, once it has ended; None if it wrote nothing, or not all."""
+        """Return the outcome of a rank that has ended; None if it wrote none, or only a part."""
         with open(self.descriptor, "rb", closefd=False) as file, suppress(EOFError, pickle.UnpicklingError):
             file.seek(0)
             return pickle.load(file)

@@ -1,7 +1,7 @@
-"""Options of a command, compared between the ranks of a launcher before anything takes long; then its data.
+"""Compares the options of a command between the ranks of a launcher, before anything takes long; later its data.
 
-An option that only some ranks have changes the order of exchanges: all ranks would wait for each other until time is
-up. Ranks of ``launch`` get their options from one process.
+An option that only some ranks have changes the order of collectives: all ranks would wait for each other until the
+timeout. Ranks of ``launch`` get their options from one process.
 """
 
 import os
@@ -38,11 +38,11 @@ def require_same_options(
     timeout_seconds: float = 600.0,
     check: Callable[[], object] | None = None,
 ) -> None:
-    """The same call on every rank. ``options``: a dataclass; its field ``spec`` is a file, of which the keys are
-    compared. ``own``: its fields that concern one rank alone.
+    """Raise PlanError on every rank if ``options``, a dataclass, differ between ranks. All ranks must call it.
 
-    ``places``: files and directories, which hosts may name in different ways: ranks compare whether one is given.
-    ``check``: of this rank's own options. Raises its PlanError, or that of options that differ, on every rank.
+    If they have a field ``spec``, a file, its keys are compared. ``own``: names of fields that may differ. ``places``:
+    names of fields with paths, which may differ between hosts: ranks only compare whether one is given.
+    ``check``: checks this rank's own options; its PlanError is raised on every rank.
     """
     withdraw()
     place = launched(os.environ)
@@ -53,12 +53,12 @@ def require_same_options(
         if (file := getattr(options, "spec", None)) is not None:
             spec = Spec.load(file)
             keys, mesh = keys_of(spec), None if spec.mesh.has_auto else spec.mesh.to_mesh()
-    except PlanError as found:
+    except PlanError as refusal:
         if place.world_size == 1:
             raise
-        error = found.words
+        error = refusal.words
     if mesh is not None:
-        check_world(mesh, place.world_size)  # now: a rank would wait for others that were not launched
+        check_world(mesh, place.world_size)  # before the rendezvous, which would wait for ranks that were not launched
     if place.world_size == 1:
         return
     texts = {
@@ -76,7 +76,7 @@ def require_same_options(
 
 @contextmanager
 def told_to_all() -> Iterator[None]:
-    """An error of this rank before it has groups is one of all ranks, which find it while they wait for this one."""
+    """Publish an error of this rank before it has groups, for other ranks that wait for it at the rendezvous."""
     try:
         yield
     except BaseException as error:
@@ -88,7 +88,7 @@ def told_to_all() -> Iterator[None]:
 
 
 def _leave(board: Board, rank: int, world_size: int, error: BaseException) -> None:
-    """If rank 0 hosts the store, it stays until the others have read this, or have failed too, for a while."""
+    """Publish ``error``. If rank 0 hosts the store, it waits a while for the others to read it, or to fail too."""
     publish(board, Failure.of(rank, f"rank {rank}", error))
     if rank:
         board.store.add(HEARD, 1)
@@ -98,23 +98,20 @@ def _leave(board: Board, rank: int, world_size: int, error: BaseException) -> No
 
 
 def require_same(name: str, value: str, groups: Groups) -> None:
-    """The same call on every rank: nothing later would show another text, or ranks would wait for each other.
-
-    Raises PlanError on every rank, naming the ranks with another value.
-    """
-    found = all_gather_json(groups, value, str)
-    require_equal(name, dict(enumerate(found)), len(found))
+    """Raise PlanError on every rank, naming the ranks with another ``value``. All ranks must call it."""
+    values = all_gather_json(groups, value, str)
+    require_equal(name, dict(enumerate(values)), len(values))
 
 
 def _named(field: str) -> str:
-    """As the command line names the option."""
+    """Return the name of the option on the command line."""
     for prefix in _PREFIXES:
         field = field.removeprefix(prefix)
     return f"--{field.replace('_', '-')}"
 
 
 def keys_of(spec: Spec) -> dict[str, str]:
-    """Each key of ``spec`` that is no default, and its value. Hosts may name files in different ways."""
+    """Return key → value of ``spec`` without defaults; of files only names, since paths may differ between hosts."""
     return dict(_keys_in(spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)))
 
 

@@ -1,11 +1,11 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C of a rank: finish the step, and stop after the same one on every rank.
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: a rank finishes its step, and all ranks stop after the same step.
 
-    a signal                     a flag of this process; nothing is interrupted
-    each update of an engine     sums the flags of all ranks, in the exchange that sums the norm
-    ``agreed(report)``           so every rank learns at the same step that some rank is to stop
-    orders                       of rank 0 (a user's callback): a larger addend to the same sum; then it broadcasts them
+    a signal                     sets a flag of this process; nothing is interrupted
+    each update of an engine     sums the flags of all ranks, in the all-reduce of the norm
+    ``agreed(report)``           returns the same on every rank: whether some rank should stop
+    orders of rank 0             (a user's callback) a larger addend to the same sum; then rank 0 broadcasts them
 
-Signals reach the ranks of one job at different moments, some before and some after a step; the sum does not.
+Signals reach the ranks of one job at different moments, some before and some after a step; the sum is the same on all.
 
 A launcher forwards them to its ranks (``runtime.distributed.launch.launch``).
 """
@@ -21,35 +21,35 @@ from math import inf
 from types import FrameType
 from typing import Any, Self
 
-# Schedulers send one of the first two before they take a machine away. Windows has no SIGUSR1.
+# schedulers send one of the first two before they take a machine away; Windows has no SIGUSR1
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []), signal.SIGINT)
-SAME_SECONDS = 2.0  # one Ctrl-C comes twice if a launcher forwards it and the terminal sends it to all
-ORDERS = 1 << 21  # above any sum of flags: more than there are ranks
+SAME_SECONDS = 2.0  # one Ctrl-C arrives twice if a launcher forwards it and the terminal sends it to all processes
+ORDERS = 1 << 21  # greater than any sum of flags: no job has as many ranks
 _received: int | None = None
 _received_at = 0.0
 _has_orders = False
 
 
 def stop_requested() -> int | None:
-    """The signal that asks this process to stop, inside of ``with Stopping()``; None if none came."""
+    """Return the signal that asks this process to stop, inside ``with Stopping()``; None without one."""
     return _received
 
 
 def asks() -> int:
-    """This process' addend to the sum of an update: 1 to stop, ``ORDERS`` if it has orders for all ranks."""
+    """Return this process' addend to the sum of an update: 1 to stop, ``ORDERS`` if it has orders for all ranks."""
     return int(_received is not None) + ORDERS * _has_orders
 
 
 def announce_orders(has_orders: bool) -> None:
-    """Rank 0: from the next update on, every rank learns that it has orders, until it has none."""
+    """Set whether rank 0 has orders, which every rank learns at the next update; called on rank 0."""
     global _has_orders
     _has_orders = has_orders
 
 
 class Stopping:
-    """Owns the handlers of these signals while a loop of steps runs, in the main thread; elsewhere it does nothing.
+    """Handlers of these signals while a loop of steps runs. Does nothing outside the main thread.
 
-    A signal that is ignored stays so: ranks of ``launch`` get SIGTERM alone. A second Ctrl-C raises KeyboardInterrupt.
+    Ignored signals stay ignored: ranks of ``launch`` get only SIGTERM. A second Ctrl-C raises KeyboardInterrupt.
 
     with Engine(plan) as engine, Stopping() as stopping:
         for step in range(steps):
@@ -65,8 +65,8 @@ class Stopping:
         global _received
         _received = None
         if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, _note) for number in heeded}
+            handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, _note) for number in handled}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -77,13 +77,13 @@ class Stopping:
             signal.signal(number, handler)
 
     def request(self) -> None:
-        """As if SIGTERM had come: all ranks stop after the same step, the next one at the earliest."""
+        """Act as on SIGTERM: all ranks stop after the same step, the next one at the earliest."""
         _note(signal.SIGTERM, None)
 
     def agreed(self, report: Any) -> bool:
-        """Whether any rank got a stop request before the update of ``report``, a StepReport: the same on every rank.
+        """Return whether any rank got a stop request before the update of ``report``, a StepReport; equal on all ranks.
 
-        It reads the report, so it waits for the device if the step still runs there.
+        Reads the report, which waits for the device if the step still runs there.
         """
         return report.stop_requested
 
@@ -98,10 +98,10 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 class Forwarding:
-    """Owns the handlers of these signals, in the main thread and inside of ``with``; elsewhere it does nothing."""
+    """Handlers that forward these signals to ranks, inside ``with``. Does nothing outside the main thread."""
 
     def __init__(self, pids: Callable[[], Iterable[int]], grace_seconds: float) -> None:
-        """``pids``: the ranks that run now."""
+        """``pids``: returns those of the running ranks. ``grace_seconds``: from the signal to ``deadline``."""
         self._pids, self._grace_seconds = pids, grace_seconds
         self._before: dict[int, Any] = {}
         self.received: int | None = None
@@ -117,13 +117,13 @@ class Forwarding:
             signal.signal(number, handler)
 
     def tell(self) -> None:
-        """To ranks that started after the signal came."""
+        """Send SIGTERM to the running ranks, also to those that started after the signal came."""
         for pid in self._pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """After ``with``: apply the signal's own effect to this process. Raises KeyboardInterrupt or SystemExit."""
+        """Apply the signal's own effect to this process, after ``with``. Raises KeyboardInterrupt or SystemExit."""
         assert self.received is not None
         if self._before[self.received] is signal.SIG_DFL:
             sys.exit(128 + self.received)  # by Python's exit, which removes multiprocessing's files

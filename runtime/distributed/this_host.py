@@ -1,9 +1,9 @@
-"""A launch needs of this host: short names of sockets, files that may be open, and its loopback. One error for each.
+"""Checks this host for a launch: length of socket paths, limit of open files, loopback; with one error for each.
 
-A run on one host listens on the loopback alone, so that no other machine reaches its store or its ranks.
+A run on one host listens only on the loopback, so that no other machine can reach its store or its ranks.
 
-    the store        torch's own listens on every address, whatever host it is given: it takes a bound socket from here
-    gloo, NCCL       listen on the interface that their variables name
+    the store        torch's own listens on every address, for any host name: it gets a bound socket from here
+    gloo, NCCL       listen on the interface in their variables
 
 Nothing changes for several hosts, or if the user has set an interface.
 """
@@ -19,17 +19,17 @@ from torch.distributed import TCPStore
 from passes.errors import PlanError
 from planner.files.text import OPEN_FILES_FIX, reason
 
-MOST_BYTES = 80  # of the directory of a socket: sockaddr_un has 104 to 108 for both
-_FEWEST_FILES, _FILES = 64, 1024  # open at once: two ranks and their launcher have up to 40 each; more ranks more
+MOST_BYTES = 80  # of a socket's directory: sockaddr_un has 104 to 108 for directory and name
+_FEWEST_FILES, _FILES = 64, 1024  # open files: two ranks and their launcher need up to 40 each; more ranks need more
 HOST = "127.0.0.1"
 _NAMES = ("localhost", HOST)
-_INTERFACES = ("lo", "lo0")  # of Linux, of macOS and the BSDs
+_INTERFACES = ("lo", "lo0")  # Linux; macOS and the BSDs
 _SECONDS = 5.0  # for a connection to this host
 _BACKLOG = 2048  # connections that wait to be accepted, as torch has it
 
 
 def check_host() -> None:
-    """Raise PlanError for a lack that would end ranks later, or let them wait."""
+    """Raise PlanError for a shortage that would end ranks later, or let them wait."""
     check_directory()
     _check_open_files()
     check_loopback()
@@ -48,7 +48,7 @@ def check_directory() -> None:
 
 
 def _check_open_files() -> None:
-    """Raises the soft limit as far as the hard one allows."""
+    """Raise the soft limit of open files, up to the hard limit; raise PlanError if that is too low."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -63,7 +63,7 @@ def _check_open_files() -> None:
 
 
 def hosted_store(timeout: timedelta, port: int = 0, world_size: int | None = None) -> TCPStore:
-    """A store on this host's loopback; port 0 is a free one. Waits for ``world_size`` ranks if that is given.
+    """Return a store on this host's loopback; port 0: any free port. Waits for ``world_size`` ranks, if given.
 
     Raises OSError if the port is taken.
     """
@@ -82,7 +82,7 @@ def hosted_store(timeout: timedelta, port: int = 0, world_size: int | None = Non
 
 
 def check_loopback() -> None:
-    """Raise PlanError if nothing on this host can connect to the loopback: torch would try for the whole timeout."""
+    """Raise PlanError if no connection to the loopback is possible: torch would retry for the whole timeout."""
     try:
         with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname(), _SECONDS):
             pass
@@ -97,14 +97,14 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_names(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which gloo and NCCL listen on the loopback; without those that ``environment`` has."""
+    """Return variables that make gloo and NCCL listen on the loopback, without those in ``environment``."""
     name = next((name for _, name in socket.if_nameindex() if name in _INTERFACES), None)
     wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
     return {variable: value for variable, value in wanted.items() if variable not in environment}
 
 
 def stay_on_one_host() -> None:
-    """If the launcher places all ranks on this host, new groups listen only here."""
+    """Make new groups listen only on the loopback, if the launcher places all ranks on this host."""
     world_size = os.environ.get("WORLD_SIZE")
     if world_size is not None and os.environ.get("LOCAL_WORLD_SIZE") == world_size:
         if is_loopback(os.environ.get("MASTER_ADDR", "")):

@@ -1,11 +1,11 @@
-"""Current activity of a rank's main thread: part of every failure and heartbeat.
+"""The current activity of a rank's main thread: part of every failure and heartbeat.
 
 The executor sets it before each action, the engine around each call: an assignment and a line of text in a page of
 memory, some microseconds.
 
-The page outlives the rank. A heartbeat is up to a second old, and a step may be shorter. The launcher has passed the
+The page outlives the rank: heartbeats are up to a second old, and a step may be shorter. The launcher has passed the
 page to the process, and watchers on this host have mapped it, so that the error about a killed rank names its last
-action. The processes share it by a descriptor, and it has no name in any directory: it leaves nothing behind.
+action. The processes share it by a descriptor; it has no file name, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SIZE = 2 * _SLOT + 1
 
 
 class Now(NamedTuple):
-    """``step`` counts from 0. ``since``: by the monotonic clock."""
+    """An activity. ``step`` counts from 0. ``since``: seconds of the monotonic clock."""
 
     phase: str
     step: int
@@ -53,9 +53,9 @@ class Now(NamedTuple):
 
 
 class Activity:
-    """Owns the current activity of this rank. ``is_failing``: the main thread has an error and is on its way out.
+    """The current activity of this rank. ``is_failing``: the main thread is leaving its call with an error.
 
-    Steps are named as the log counts them, from 1: during a step its own number, else that of the last one.
+    Texts number steps as the log does, from 1: the current step, or the last one between steps.
     ``listener``: called on each change, in the main thread.
     """
 
@@ -65,8 +65,8 @@ class Activity:
         self.page: Page | None = None
         self.listener: Callable[[Now], None] | None = None
         self.now = Now(START, 0, time.monotonic())
-        self._must_end = inf  # by the monotonic clock: a call of the user's own code
-        self._ahead = 0  # from the index of a step to its number in the log
+        self._must_end = inf  # deadline of a call of the user's code, by the monotonic clock
+        self._ahead = 0  # number of the step in the log minus ``step``
         self._thread = threading.get_ident()
 
     def name_after(self, rank: int, coordinate: Mapping[str, int] | None) -> None:
@@ -80,22 +80,23 @@ class Activity:
         self._set(Now(phase, step, time.monotonic()))
 
     def rest(self) -> None:
-        """The call has returned."""
+        """Note that the call has returned."""
         self.off(BETWEEN)
 
     def at(self, step: int, stage: int, action: Action) -> None:
-        if self.now.phase == SEARCH:  # in a step that was made
+        if self.now.phase == SEARCH:  # it repeats a step that was made
             self._ahead = 1
         self._set(Now(self.now.phase, step, time.monotonic(), stage, action))
 
     def off(self, phase: str) -> None:
-        """Of the same step, no more at an action."""
+        """Note a phase of the same step without an action."""
         self._set(Now(phase, self.now.step, time.monotonic()))
 
     @contextmanager
     def in_users_code(self, limit: timedelta) -> Iterator[None]:
-        """Around a call of a function of the user's. One that hangs on all ranks is found by this alone: none waits for
-        another, until its time is up."""
+        """Run a call of the user's code with a time limit: if it hangs on all ranks, no rank waits for another, and
+        only the limit detects it.
+        """
         self._must_end = time.monotonic() + limit.total_seconds()
         try:
             yield
@@ -104,7 +105,7 @@ class Activity:
 
     @property
     def is_late(self) -> bool:
-        """Whether a function of the user's takes longer than it may."""
+        """Whether a call of the user's code has exceeded its limit."""
         return time.monotonic() > self._must_end
 
     def _set(self, now: Now) -> None:
@@ -116,7 +117,7 @@ class Activity:
 
     @property
     def is_engaged(self) -> bool:
-        """Inside of a call that other ranks take part in."""
+        """Whether the main thread is in a call that other ranks take part in."""
         return self.now.phase != BETWEEN and not self.is_failing
 
     @property
@@ -134,10 +135,9 @@ class Activity:
         )
 
     def line(self) -> tuple[str, bool]:
-        """The main thread's current Python line, and whether it waits there for other ranks.
+        """Return the main thread's current Python line, and whether it waits there for other ranks.
 
-        The runtime and the passes make no long calls in Python except collectives: a thread that stands still there is
-        waiting.
+        The only long calls of the runtime and the passes are collectives: a thread that stays there is waiting.
         """
         frame = frame_of(self._thread)
         if frame is None:
@@ -151,7 +151,7 @@ _own: Page | None = None
 
 
 def own_page() -> Page | None:
-    """That of this process, for all its engines; None if this system has no memory without a name."""
+    """Return the page of this process, for all its engines; None if this system has no unnamed memory."""
     global _own
     if _own is None:
         with suppress(OSError):
@@ -160,13 +160,13 @@ def own_page() -> Page | None:
 
 
 def use(page: Page) -> None:
-    """Take ``page``, which the launching process reads too, as that of this process."""
+    """Use ``page``, which the launching process also reads, as the page of this process."""
     global _own
     _own = page
 
 
 class SharedFile:
-    """A file without a name, of this process and of those that get it at their start; gone once all have closed it."""
+    """An unnamed file, shared with processes that get it at their start; freed once all have closed it."""
 
     LABEL = "meshwright"
 
@@ -174,7 +174,7 @@ class SharedFile:
         self.descriptor = unnamed_memory(self.LABEL) if descriptor is None else descriptor
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Passes it to another process at its start."""
+        """Pass the file to another process at its start."""
         return _received, (type(self), reduction.DupFd(self.descriptor))  # pyright: ignore[reportAttributeAccessIssue]
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _received(kind: type[SharedFile], duplicate: Any) -> SharedFile:
 
 
 class Page(SharedFile):
-    """Two slots of text, and which of them is complete."""
+    """A page of memory: two slots of text, and the index of the complete one."""
 
     LABEL = "meshwright-place"
 
@@ -198,7 +198,7 @@ class Page(SharedFile):
 
     @classmethod
     def of(cls, pid: int, descriptor: int) -> Page | None:
-        """That of another process of this host, to read; None if it is gone, or not ours to read."""
+        """Return the page of another process of this host, for reading; None if it is gone or not readable."""
         if descriptor < 0:
             return None
         with suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
@@ -217,8 +217,9 @@ class Page(SharedFile):
 
 
 def unnamed_memory(label: str) -> int:
-    """A descriptor. Memory if the kernel supports it (a full disk does not affect that), else a file without a name: a
-    sandbox may refuse ``memfd_create``. Raises OSError if it refuses both."""
+    """Return the descriptor of unnamed memory, which does not depend on a full disk; of an unnamed file if a sandbox
+    refuses ``memfd_create``. Raises OSError if both are refused.
+    """
     if hasattr(os, "memfd_create"):
         try:
             return os.memfd_create(label)

@@ -1,14 +1,14 @@
 """Messages between ranks in the key-value store, independent of collectives.
 
-failures     lines in the order of the store; the first that was not withdrawn is the cause of all
-pulses       of each rank: a growing count, its process, its activity
+failures     lines in the order of the store; the first that was not withdrawn is the cause of all others
+pulses       one per rank: a growing count, its process, its activity
 
 Entries are signed if the ranks share a secret:
 
     content   ->   hmac-sha256 <hex of HMAC-SHA256(secret, key and content)> <content>
 
-A signature proves that the writer has the secret: no other process can forge a seat, a verdict or a failure. It hides
-nothing, and an old value of the same key stays valid. The addresses of groups, which torch writes, are not signed.
+A signature proves that the writer has the secret: no other process can forge a seat, a verdict or a failure. It does
+not encrypt, and an old value of the same key stays valid. The addresses of groups, which torch writes, are not signed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _MAKE_ONE = "create one with `openssl rand -hex 32`"
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """``at``: the rank's activity, for ``seconds`` now; ``line``: of its code, known once it stays there; ``waits``:
-    for other ranks. ``has_left``: it ended its part by itself, or is about to, and beats no more. ``page``: the
-    descriptor, in its process, of the page that it writes before each action."""
+    """A heartbeat. ``at``: the rank's activity for ``seconds``. ``line``: its source line, if it stays there.
+    ``waits``: it waits there for other ranks. ``has_left``: it has left by itself, and beats no more. ``page``: the
+    descriptor, in its process, of the page that it writes before each action.
+    """
 
     rank: int
     beat: int
@@ -60,16 +61,16 @@ class Pulse:
 
     @property
     def stuck(self) -> Failure:
-        """Of a rank that stays at ``line``."""
+        """The failure of a rank that stays at ``line``."""
         return Failure(self.rank, self.at, f"stuck for {self.seconds:.0f} s at {self.line}")
 
 
 class Board:
-    """The part of a store that one attempt's ranks share.
+    """The part of a store that the ranks of one attempt share.
 
-    ``session``: the number of the process groups that it is about; a failure in earlier ones, which its rank outlived,
-    is none of theirs. None: of all, for the process that launched the ranks. ``signer``: of all that is written here;
-    reading raises PlanError for a value that is not signed so.
+    ``session``: number of the process groups; failures of earlier groups, which their ranks have outlived, do not
+    count. None: all sessions, for the process that launched the ranks. ``signer``: signs all entries; reading raises
+    PlanError for an entry without its signature.
     """
 
     def __init__(self, store: Store, session: int | None = None, signer: Signer | None = None) -> None:
@@ -80,30 +81,30 @@ class Board:
     # ---- failures
 
     def publish(self, failure: Failure) -> str:
-        """Its name, to withdraw it by."""
+        """Publish a failure and return its name for ``withdraw``."""
         name = uuid4().hex
         self._write_failure([name, self.session, failure])
         return name
 
     def withdraw(self, name: str) -> None:
-        """Withdraw the failure: its rank continues after all."""
+        """Withdraw a failure: its rank continues."""
         self._write_failure([name])
 
     def _write_failure(self, content: list[Any]) -> None:
-        """On a line of its own, whatever a stranger has left before it."""
+        """Append a line, with a newline before it too: another process may have written a part of a line."""
         self.store.append(_FAILURES, f"\n{self.signer.signed(_FAILURES, content)}\n")
 
     def first(self) -> Failure | None:
         return next(self.failures(), None)
 
     def failures(self) -> Iterator[Failure]:
-        """Those that stand, the first of all first. Raises PlanError at a line that is not signed."""
+        """Yield failures that were not withdrawn, in order. Raises PlanError at a line that is not signed."""
         if not self.store.check([_FAILURES]):
             return
-        written = filter(None, self.store.get(_FAILURES).decode(errors="replace").splitlines())
-        read = [self._failure(number, line) for number, line in enumerate(written, 1)]
-        withdrawn = {line[0] for line in read if not isinstance(line, PlanError) and len(line) == 1}
-        for line in read:
+        lines = filter(None, self.store.get(_FAILURES).decode(errors="replace").splitlines())
+        contents = [self._failure(number, line) for number, line in enumerate(lines, 1)]
+        withdrawn = {line[0] for line in contents if not isinstance(line, PlanError) and len(line) == 1}
+        for line in contents:
             if isinstance(line, PlanError):
                 raise line
             name, *rest = line
@@ -111,7 +112,7 @@ class Board:
                 yield Failure(**rest[1])
 
     def _failure(self, number: int, line: str) -> list[Any] | PlanError:
-        """Errors wait for their turn: a failure that was written before counts."""
+        """Return the content of a line, or its error, which is raised in its turn: earlier failures come first."""
         try:
             return self.signer.checked(_FAILURES, line, f"failure {number}{_claimed(_OF_A_FAILURE, line)}")
         except PlanError as error:
@@ -120,9 +121,9 @@ class Board:
     # ---- pulses
 
     def latest(self) -> Board:
-        """That of the newest session, for the process that launched the ranks; this one while that is not known.
+        """Return the board of the newest session, for the process that launched the ranks; this one if it is unknown.
 
-        A number without our signature is no failure: those of ranks, which also read it, are on the board.
+        A wrong signature of the number is ignored here: ranks read the number too, and publish their failure.
         """
         if not self.store.check([_SESSION]):
             return self
@@ -133,7 +134,7 @@ class Board:
         return Board(self.store, session, self.signer)
 
     def join(self, pulse: Pulse) -> None:
-        """The first beat of a rank."""
+        """Write the first beat of a rank."""
         self.beat(pulse)
         self.store.set(_SESSION, self.signer.signed(_SESSION, self.session))
         line = self.signer.signed(self._joined, [pulse.rank, pulse.host])
@@ -143,7 +144,7 @@ class Board:
         self._pulses.set(str(pulse.rank), self.signer.signed(self._key(pulse.rank), pulse))
 
     def hosts(self) -> dict[int, str]:
-        """The host of each rank that has joined."""
+        """Return the host of each rank that has joined."""
         if not self._pulses.check(["joined"]):
             return {}
         check = partial(self.signer.checked, self._joined)
@@ -151,11 +152,11 @@ class Board:
         return dict(check(line, f"the joining{_claimed(_OF_A_JOINING, line)}") for line in lines)
 
     def pulses(self, ranks: Iterable[int]) -> dict[int, Pulse]:
-        """Of ranks that have joined."""
+        """Return the last pulses of ``ranks``, which must have joined."""
         ranks = list(ranks)
         contents = self._pulses.multi_get([str(rank) for rank in ranks]) if ranks else []
-        check, given = self.signer.checked, zip(ranks, contents, strict=True)
-        return {rank: Pulse(**check(self._key(rank), each, f"the pulse of rank {rank}")) for rank, each in given}
+        check, pairs = self.signer.checked, zip(ranks, contents, strict=True)
+        return {rank: Pulse(**check(self._key(rank), each, f"the pulse of rank {rank}")) for rank, each in pairs}
 
     def _key(self, rank: int) -> str:
         return f"pulse {self.session} {rank}"
@@ -166,16 +167,16 @@ class Board:
 
 
 def _claimed(pattern: str, content: str) -> str:
-    """The rank that a value claims, before that is proved; empty without one."""
-    found = re.search(pattern, content)
-    return f" of rank {found[1]}" if found else ""
+    """Return the rank that an unverified value claims, for a message; "" without one."""
+    match = re.search(pattern, content)
+    return f" of rank {match[1]}" if match else ""
 
 
 class Signer:
-    """Values, and dataclasses, as JSON. Holds the secret; empty: they are neither signed nor checked."""
+    """A signer of values and dataclasses as JSON. ``secret`` "": nothing is signed or checked."""
 
     def __init__(self, secret: str = "") -> None:
-        """Raises PlanError for a secret that can be guessed."""
+        """Raises PlanError for a secret that is too short."""
         if 0 < len(secret) < LEAST_CHARACTERS:
             what = f"the secret has {len(secret)} characters, fewer than {LEAST_CHARACTERS}"
             raise PlanError(what, where=SECRET, fix=_MAKE_ONE)
@@ -189,12 +190,12 @@ class Signer:
         return bool(self._secret)
 
     def signed(self, key: str, value: Any) -> str:
-        """To be written under ``key``, which may be any name of the value that its readers know too."""
+        """Return the signed text of ``value``. ``key``: any name of the value that its readers also use."""
         content = json.dumps(value, default=asdict)
         return f"{_MARK}{self._digest(key, content)} {content}" if self else content
 
     def checked(self, key: str, stored: bytes | str, whose: str) -> Any:
-        """The value. Raises PlanError, naming ``whose`` value it is, unless it is signed with this secret."""
+        """Return the value. Raises PlanError, naming the value (``whose``), unless it is signed with this secret."""
         text = stored if isinstance(stored, str) else stored.decode("utf-8", "replace")
         is_signed = text.startswith(_MARK)
         if not self:
@@ -204,8 +205,8 @@ class Signer:
         if not is_signed:
             raise _refused(f"{whose} in the store is not signed, but this rank has a secret")
         start = len(_MARK) + _DIGITS
-        given, content = text[len(_MARK) : start], text[start + 1 :]
-        if not hmac.compare_digest(given.encode(), self._digest(key, content).encode()):
+        digest, content = text[len(_MARK) : start], text[start + 1 :]
+        if not hmac.compare_digest(digest.encode(), self._digest(key, content).encode()):
             raise _refused(f"{whose} in the store is signed with another secret, or was changed")
         return json.loads(content)
 
@@ -215,7 +216,7 @@ class Signer:
 
 
 def secret_in(file: Path) -> str:
-    """Without the white space around it. Raises PlanError, naming the file."""
+    """Return the secret in a file, without outer white space. Raises PlanError, naming the file."""
     secret = read_text(file, "secret", most_bytes=_MOST_BYTES, fix=_MAKE_ONE).strip()
     if not secret or "\0" in secret:
         raise PlanError("the file holds no secret", where=Where(file=str(file)), fix=_MAKE_ONE)

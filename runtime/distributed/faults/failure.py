@@ -1,8 +1,8 @@
-"""Failure of one rank: its activity and its error, in one line that all ranks can print.
+"""The failure of one rank: its activity and its error, in one line that all ranks can print.
 
     rank 2 (tp 0 · pp 1 · dp 0), stage 1, step 5, microbatch 3, forward (F3.0): KeyError: 'labels'
 
-An error that only says that a peer is gone is not a cause: some other rank has one.
+An error that only reports a lost peer is not a cause: another rank has the cause.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _NOT_THE_USERS = (
 
 
 class StepError(RunError):
-    """A step failed; the first line names rank, stage, step, microbatch and action, the last one the first failure."""
+    """The failure of a step: the first line names rank, stage, step, microbatch and action, the last the cause."""
 
 
 class PeerError(StepError):
-    """A step failed because another rank did; the last line is that rank's failure."""
+    """The failure of a step because of another rank; the last line is that rank's failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``where``: the rank and its activity. ``cause``: one line. ``is_input``: a PlanError, with its ``at`` and
-    ``fix``. ``frames``: the user's own lines that led there, the deepest last; of a bug of meshwright all lines."""
+    """The failure of a rank. ``where``: the rank and its activity. ``cause``: one line. ``is_input``: a PlanError, with
+    its ``at`` and ``fix``. ``frames``: the user's source lines on the stack, the deepest last; all lines without any.
+    """
 
     rank: int
     where: str
@@ -57,20 +58,20 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, where: str, error: BaseException) -> Failure:
-        """``error`` may carry its own place (StepError), which then counts."""
+        """Return the failure of a rank at ``where`` by ``error``, or by its cause if it is a StepError."""
         cause = cause_of(error)
         if isinstance(cause, PlanError):
             return cls(rank, where, first_line(cause.what), str(cause.where or ""), cause.fix, True, frames_of(cause))
-        told = f"{type(cause).__name__}: {first_line(message_of(cause))}".removesuffix(": ")
-        return cls(rank, where, told, place_of(cause), frames=frames_of(cause))
+        line = f"{type(cause).__name__}: {first_line(message_of(cause))}".removesuffix(": ")
+        return cls(rank, where, line, place_of(cause), frames=frames_of(cause))
 
     def __str__(self) -> str:
-        """The one line."""
+        """Return the failure in one line."""
         return f"{self.where}: {self.cause}"
 
     @property
     def text(self) -> str:
-        """For the user: the line, the place in the user's code, and how to see more."""
+        """The failure for the user: the line, the place in the user's code, the fix, and the traceback on request."""
         lines = [str(self)]
         if self.at:
             lines.append(f"  at:  {self.at}")
@@ -84,19 +85,19 @@ class Failure:
 
     @property
     def plan_error(self) -> PlanError:
-        """The same error, raised on another rank."""
+        """The same error for another rank to raise."""
         return PlanError(str(self), where=self.at, fix=self.fix)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The cause of a StepError; any other error itself."""
+    """Return the cause of a StepError; any other error itself."""
     while isinstance(error, StepError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether ``error`` says no more than that a connection to another rank ended or was silent for too long."""
+    """Return whether ``error`` only reports that a connection to another rank ended or timed out."""
     if isinstance(error, PeerError):
         return True
     error = cause_of(error)
@@ -112,7 +113,7 @@ def is_of_time(error: BaseException) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """The deepest line of the user's own code that ``error`` came through."""
+    """Return the deepest line of the user's code in the traceback of ``error``; "" without one."""
     frames = list(_frames(error, users_alone=True))
     if not frames:
         return ""
@@ -121,7 +122,7 @@ def place_of(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """The user's lines; all lines if there is none of the user's, or on request."""
+    """Return the user's lines in the traceback; all lines if there are none, or on request."""
     users = list(_frames(error, users_alone=os.environ.get(TRACEBACK) != "all"))
     return "".join(traceback.format_list(users or list(_frames(error, users_alone=False))))
 

@@ -1,10 +1,10 @@
-"""Failures seen from a rank: it publishes its own before its groups end, and looks up and shows that of a peer.
+"""Failures of a rank and its peers: a rank publishes its own failure before its groups end, and looks up a peer's.
 
-    with faults.during("update", step):     an error inside is this rank's failure, published for all;
-        ...                                 or that of a peer: then the published failure of the peer is raised
+    with faults.during("update", step):     an error inside is published as this rank's failure; if it only reports
+        ...                                 a lost peer, the published failure of the peer is raised
 
-The first failure in the store is the cause of all others. An error that only reports a lost peer waits a
-moment for that failure; without one, it names ranks with a dead process or a stuck main thread.
+The first failure in the store is the cause of all others. An error that only reports a lost peer waits a moment for
+that failure; without one, it names ranks with a dead process or a stuck main thread.
 """
 
 import re
@@ -28,27 +28,28 @@ from runtime.distributed.faults.failure import (
 )
 from runtime.distributed.faults.watch import HURRY_SECONDS, Watch
 
-CAUSE_SECONDS = 10.0  # a peer that died is found within this; the store's order does the rest
-STUCK_SECONDS = 2.0
-_standing: list[tuple[Board, str]] = []  # published by this process and not withdrawn
+CAUSE_SECONDS = 10.0  # time to find a peer that died
+STUCK_SECONDS = 2.0  # time for a published failure after a timeout, before a stuck rank is sought
+_standing: list[tuple[Board, str]] = []  # failures of this process that were not withdrawn
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Faults:
-    """Owns this rank's activity and, with several ranks, the thread that watches them."""
+    """The failures of one rank. Owns its activity and, with several ranks, the thread that watches them."""
 
     def __init__(self, activity: Activity, board: Board | None = None, world_size: int = 1) -> None:
         self.activity, self.board = activity, board
         self.watch = Watch(board, activity, world_size) if board is not None else None
-        _standing.clear()  # it lives on, with other groups; those of the old ones still need its words
+        _standing.clear()  # not withdrawn: ranks in the old groups still need them, though this process continues
         if self.watch is not None:
             self.watch.start()
 
     @contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
-        """A call that all ranks take part in; of calls inside of each other the outermost counts.
+        """Run a call that all ranks take part in; for nested calls, the outermost counts.
 
-        Raises PlanError, StepError, and any BaseException that is not an Exception, unchanged.
+        Raises PlanError, StepError, and any BaseException that is not an Exception, unchanged; other errors of the
+        block as StepError.
         """
         if self.activity.is_engaged and self.activity.now.phase != START:
             yield
@@ -60,10 +61,10 @@ class Faults:
             yield
         except BaseException as error:
             self.activity.is_failing = True
-            told = self.told(error)
-            if told is error:
+            raised = self.told(error)
+            if raised is error:
                 raise
-            raise told from cause_of(error)
+            raise raised from cause_of(error)
         self.activity.rest()
 
     def told(self, error: BaseException) -> BaseException:
@@ -76,12 +77,12 @@ class Faults:
         return StepError(f"{self.activity}: {type(error).__name__}: {message_of(error)}")
 
     def told_as_it_is(self, error: BaseException) -> BaseException:
-        """The same, but an error of this rank's own keeps its type: for a constructor, before any step."""
-        told = self.told(error)
-        return told if is_of_a_peer(error) else error
+        """Do as ``told``, but keep the type of this rank's own error: for a constructor, before any step."""
+        raised = self.told(error)
+        return raised if is_of_a_peer(error) else error
 
     def publish(self, error: BaseException) -> None:
-        """This rank fails by ``error``; the first of all ranks to say so is the cause. Nothing is raised."""
+        """Publish ``error`` as this rank's failure; the first of all ranks is the cause. Raises nothing."""
         self.activity.is_failing = True
         if self.board is None or _standing or is_of_a_peer(error):
             return
@@ -89,17 +90,17 @@ class Faults:
             publish(self.board, Failure.of(self.activity.rank, str(self.activity), error))
 
     def fail(self, error: BaseException) -> None:
-        """Publish, and have no further part."""
+        """Publish ``error``, and stop watching and beating."""
         self.publish(error)
         self.close()
 
     def closing(self) -> None:
-        """From here on a store that ends is no failure."""
+        """Note that the end of the store is not a failure from now on."""
         if self.watch is not None:
             self.watch.is_closing = True
 
     def close(self) -> None:
-        """This rank has no further part, by its own will."""
+        """Stop watching and beating: this rank leaves by itself."""
         self.closing()
         if self.watch is not None:
             self.watch.stop()
@@ -131,7 +132,7 @@ class Faults:
         return PeerError("\n".join([f"{self.activity}: {lost}", *more, str(first)]))
 
     def _first_failure(self, by_time: bool) -> Failure | None:
-        """A failure published within a moment; otherwise a stuck rank, published here. None if none is found."""
+        """Return a failure that is published within a moment; otherwise publish that of a stuck rank, if any."""
         assert self.watch is not None
         assert self.board is not None
         self.watch.peers_were_lost = True
@@ -148,17 +149,17 @@ class Faults:
 
 
 def publish(board: Board, failure: Failure) -> None:
-    """Of this process; it stands until the process continues after all."""
+    """Publish a failure of this process, which ``withdraw`` takes back."""
     _standing.append((board, board.publish(failure)))
 
 
 def is_published() -> bool:
-    """Whether a failure of this process is on the board."""
+    """Return whether a failure of this process is on the board."""
     return bool(_standing)
 
 
 def withdraw() -> None:
-    """This process continues after all: its caller has handled the error."""
+    """Withdraw this process' failures: its caller has handled the error, and it continues."""
     while _standing:
         board, name = _standing.pop()
         with suppress(Exception):
@@ -166,15 +167,15 @@ def withdraw() -> None:
 
 
 def _stuck(pulses: dict[int, Pulse]) -> Pulse | None:
-    """Of the rank that is longest at a line without waiting for another rank."""
-    found = [p for p in pulses.values() if p.line and not p.waits and not p.has_left]
-    return max(found, key=lambda pulse: pulse.seconds, default=None)
+    """Return the pulse of the rank that has stayed longest at a line without waiting for another rank."""
+    busy = [p for p in pulses.values() if p.line and not p.waits and not p.has_left]
+    return max(busy, key=lambda pulse: pulse.seconds, default=None)
 
 
 def shared_call(phase: str) -> Callable[[Method], Method]:
-    """For methods of a class with ``running``, which has ``groups.faults`` and ``step_index``.
+    """Decorate a method of a class with ``running``, which has ``groups.faults`` and ``step_index``.
 
-    ``phase``: its name in errors, until the method sets a finer one.
+    ``phase``: name of the call in errors, until the method sets another.
     """
 
     def decorate(method: Method) -> Method:

@@ -1,21 +1,21 @@
 """The thread of a rank that sends heartbeats, watches other ranks, and ends this process if the main thread cannot.
 
-After a failure the main thread has a moment to come out of its exchange by itself, then the process ends: on gloo
-nothing else ends a wait for a peer that is stopped.
+After a failure the main thread has a moment to leave its collective by itself, then the process ends: on gloo nothing
+else ends a wait for a stopped peer.
 
-A thread, not a process: it sends no heartbeats while the interpreter is busy, but on one host the kernel distinguishes
-dead ranks from silent ones (see ``judge``), and every call of the store releases the interpreter. It reads plain
+It is a thread, not a process: it sends no heartbeats while the main thread holds the GIL, but on one host the kernel
+distinguishes dead ranks from silent ones (``Judge``), and every call of the store releases the GIL. It reads plain
 attributes of the main thread, so a step costs nothing.
 
-Watched ranks are dead by the kernel if they are of this host, by missing heartbeats otherwise:
+Ranks on this host are judged by the state of their process, other ranks by missing heartbeats:
 
     on this host     its process is gone                                          dead
-                     its process is stopped, and beats no more for a while        dead
-                     its process runs, however silent                             alive: it may hold its interpreter
+                     its process is stopped, without a heartbeat for a while      dead
+                     its process runs, however silent                             alive: it may hold the GIL
     elsewhere        silent for long                                              dead
                      silent, and connections of peers were closed                 dead sooner
 
-A judge that was itself held up restarts its counts: a machine that slept is not dead.
+A judge that was itself held up restarts its counts: a machine that was suspended is not dead.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from runtime.distributed.faults.activity import Activity, Page, own_page
 from runtime.distributed.faults.board import Board, Pulse
 from runtime.distributed.faults.failure import Failure
 
-HURRY_SECONDS = 0.2  # between looks once something is wrong
-ENGAGED_SECONDS = 3.0  # for the main thread to notice a failure by itself, in an exchange
-OUTSIDE_SECONDS = 10.0  # and in the user's own code, if a rank is dead
-UNREACHABLE_SECONDS = 5.0
-LINE_SECONDS = 2.0
-STORE_SECONDS = 11.0  # a call of the store ends before
+HURRY_SECONDS = 0.2  # between rounds after a failure
+ENGAGED_SECONDS = 3.0  # for the main thread to notice a failure by itself, in a collective
+OUTSIDE_SECONDS = 10.0  # and in the user's code, if a rank is dead
+UNREACHABLE_SECONDS = 5.0  # silence of the store that counts as its end
+LINE_SECONDS = 2.0  # at one activity before heartbeats name the source line
+STORE_SECONDS = 11.0  # longer than any call of the store
 
 LastWords = Callable[[Failure], None]
 
@@ -56,15 +56,14 @@ _running: set[Watch] = set()
 
 
 def leave() -> None:
-    """The process ends without a failure, or has published it."""
+    """Stop the watches of this process, which ends without a failure or has published it."""
     for watch in list(_running):
         watch.stop()
 
 
 @atexit.register
 def _end_before_the_interpreter() -> None:
-    """A thread that comes back from the store while the interpreter ends would abort the process: SIGABRT in place of
-    its exit code."""
+    """Wait for the threads: one that returns from the store at exit of the interpreter would abort the process."""
     watches = [thread for thread in threading.enumerate() if isinstance(thread, Watch)]
     for watch in watches:
         watch.end()
@@ -82,7 +81,7 @@ State = Literal["gone", "stopped", "runs", "unknown"]
 
 
 class Judge:
-    """Owns when each rank was last heard, by this rank's clock."""
+    """The decision which ranks are dead. Owns the time of each rank's last heartbeat, by this rank's clock."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -93,10 +92,10 @@ class Judge:
     def dead(
         self, pulses: Iterable[Pulse], states: Mapping[int, State], now: float, *, peers_were_lost: bool
     ) -> dict[int, str]:
-        """Rank → why. ``states``: of the processes of this host, by rank."""
+        """Return dead rank → reason. ``states``: of the processes on this host, by rank."""
         was_held_up = now - self._looked > HELD_UP_SECONDS
         self._looked = now
-        found = {}
+        reasons = {}
         gone = set()
         for pulse in pulses:
             beat, heard = self._heard.get(pulse.rank, (-1, now))
@@ -108,9 +107,9 @@ class Judge:
                 gone.add(pulse.rank)
             reason = _reason(state, now - heard, peers_were_lost, pulse.rank in self._gone)
             if reason and not pulse.has_left:
-                found[pulse.rank] = reason
-        self._gone = gone  # a second look: a rank that ends well reports it before it ends
-        return found
+                reasons[pulse.rank] = reason
+        self._gone = gone  # dead in the second round: a rank that ends normally reports this first
+        return reasons
 
 
 def _reason(state: State, silent: float, peers_were_lost: bool, was_gone: bool) -> str:
@@ -124,15 +123,15 @@ def _reason(state: State, silent: float, peers_were_lost: bool, was_gone: bool) 
 
 
 def host_key() -> str:
-    """The same for two processes that see each other's numbers: one boot of one machine, one namespace of pids."""
+    """Return a key that is equal for processes in one pid namespace of one boot of a machine."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # another one at each start of any machine
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return f"{socket.gethostname()} {os.getpid()}"  # nothing is known of others
+    return f"{socket.gethostname()} {os.getpid()}"  # states of other processes are unknown
 
 
 def start_of(pid: int) -> str:
-    """When the process started, in ticks of the machine: a number that is used again has another."""
+    """Return the start of a process, in ticks of the machine, which differs if a pid is reused; "" if unknown."""
     fields = _fields(pid)
     return fields[19] if fields else ""
 
@@ -147,7 +146,7 @@ def state_of(pid: int, start: str) -> State:
 
 
 def _fields(pid: int) -> list[str] | None:
-    """From the state on: the name before it may hold blanks and brackets. None for no such process."""
+    """Return the fields of /proc/PID/stat after the name, which may contain blanks and brackets; None without it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -156,7 +155,7 @@ def _fields(pid: int) -> list[str] | None:
 
 
 class Watch(threading.Thread):
-    """Owns the pulse of this rank and the judge of the others."""
+    """The watching thread of a rank. Owns its pulse and the judge of the others."""
 
     def __init__(self, board: Board, activity: Activity, world_size: int) -> None:
         super().__init__(name="meshwright-watch", daemon=True)
@@ -169,13 +168,13 @@ class Watch(threading.Thread):
         self.is_closing = False
         self._first_at = 0.0
         self._hosts: dict[int, str] = {}
-        self._pages: dict[int, Page | None] = {}  # of the ranks that are watched, mapped while they lived
+        self._pages: dict[int, Page | None] = {}  # of watched ranks on this host, mapped while they lived
         self._beat = 0
         self._left: set[int] = set()
         self._reached = time.monotonic()
         self._over = threading.Event()
         self._start_of_process = start_of(os.getpid())
-        self._lock = threading.Lock()  # a beat after the last one would take back that this rank has left
+        self._lock = threading.Lock()  # no beat may follow the last one, which says that this rank has left
 
     def run(self) -> None:
         _running.add(self)
@@ -183,25 +182,25 @@ class Watch(threading.Thread):
             try:
                 self.look()
                 self._reached = time.monotonic()
-            except PlanError as error:  # the entries of the store are not of this run
+            except PlanError as error:  # an entry of the store is not from this run
                 self._refuse(error)
-            except Exception as error:  # of the store, of every kind
+            except Exception as error:  # any error of the store
                 self._unreachable(error)
             self._over.wait(HURRY_SECONDS if self.first or self.peers_were_lost else BEAT_SECONDS)
 
     def stop(self) -> None:
-        """No more beats; the others know that this is no death."""
+        """Send the last beat, which says that this rank has left, and end."""
         self.end()
         with self._lock, suppress(Exception):
             self.board.beat(self.pulse(has_left=True))
 
     def end(self) -> None:
-        """No round after this one."""
+        """End after the current round."""
         self._over.set()
         _running.discard(self)
 
     def look(self) -> None:
-        """One round."""
+        """Make one round: beat, read the first failure, report late calls and dead ranks."""
         with self._lock:
             if self._over.is_set():
                 return
@@ -211,7 +210,7 @@ class Watch(threading.Thread):
         if self.activity.is_late and (own := self.pulse()).line:
             self._report(own.stuck)
         for rank, reason in self._dead().items():
-            page = self._pages.get(rank)  # of its last action; without one, its activity at its last heartbeat
+            page = self._pages.get(rank)  # has its last action; its last heartbeat has an earlier activity
             at = (page.read() if page is not None else "") or self._last[rank].at
             self._report(Failure(rank, at, reason))
         self._end_if_nobody_else_does()
@@ -224,10 +223,10 @@ class Watch(threading.Thread):
         return Pulse(activity.rank, self._beat, *process, at, activity.seconds, line, waits, has_left, page)
 
     def pulses(self) -> dict[int, Pulse]:
-        """The last of every rank that has joined."""
+        """Return the last pulse of each rank that has joined."""
         return self.board.pulses(self.board.hosts())
 
-    # ---- pieces of a round
+    # ---- parts of a round
 
     def _dead(self) -> dict[int, str]:
         if len(self._hosts) < self.world_size:
@@ -242,8 +241,9 @@ class Watch(threading.Thread):
         return self.judge.dead(pulses.values(), states, time.monotonic(), peers_were_lost=self.peers_were_lost)
 
     def watched(self) -> list[int]:
-        """The other ranks of this host, and rank 0. Rank 0 watches one rank of each other host, the first that has not
-        left: the ranks there watch each other, and a host that is down is silent as a whole."""
+        """Return the ranks to watch: the others of this host, and rank 0; for rank 0 also one rank of each other host,
+        the first that has not left. Ranks of a host watch each other, and all are silent if it is down.
+        """
         own, first = self.activity.rank, dict[str, int]()
         for rank, host in self._hosts.items():
             if host != self.host and rank not in self._left:
@@ -252,7 +252,7 @@ class Watch(threading.Thread):
         return [rank for rank in (*here, *(first.values() if own == 0 else ())) if rank != own]
 
     def _report(self, failure: Failure) -> None:
-        """For all ranks, unless one has failed before."""
+        """Publish a failure for all ranks, unless there is an earlier one."""
         if self.first is None:
             self.board.publish(failure)
             self._hear(self.board.first())
@@ -262,7 +262,7 @@ class Watch(threading.Thread):
             self.first, self._first_at = failure, time.monotonic()
 
     def _refuse(self, error: PlanError) -> None:
-        """All ranks hear of it; the main thread has a moment to come upon it by itself."""
+        """Publish an error of the store's entries; the main thread has a moment to notice it by itself."""
         self._reached = time.monotonic()
         if self.first is None:
             self.first, self._first_at = Failure.of(self.activity.rank, str(self.activity), error), time.monotonic()
@@ -273,7 +273,7 @@ class Watch(threading.Thread):
     def _end_if_nobody_else_does(self) -> None:
         if self.first is None or self.activity.is_failing:
             return
-        is_own = self.first.rank == self.activity.rank  # reported by others: the main thread stands still
+        is_own = self.first.rank == self.activity.rank  # reported by others: the main thread is stuck
         waited = time.monotonic() - self._first_at
         if self.activity.is_engaged or is_own:
             is_over = waited > ENGAGED_SECONDS
@@ -283,7 +283,7 @@ class Watch(threading.Thread):
             self._end(self.first)
 
     def _has_ended(self) -> bool:
-        """Whether the rank that failed first is gone: then this one can do no further step."""
+        """Return whether the rank that failed first is gone: then no further step is possible."""
         assert self.first is not None
         if self.first.rank not in self._hosts:
             return False
@@ -293,14 +293,14 @@ class Watch(threading.Thread):
         return pulse.host == self.host and state_of(pulse.pid, pulse.start) in ("gone", "stopped")
 
     def _unreachable(self, error: Exception) -> None:
-        """The host of the store is gone, or stands still: without it no rank hears of another."""
+        """End the process if the store has not answered for a while: ranks cannot exchange failures without it."""
         silent = time.monotonic() - self._reached
         if self.is_closing or self.activity.is_failing or silent < UNREACHABLE_SECONDS:
             return
         host = f"{os.environ.get('MASTER_ADDR', 'the store')}:{os.environ.get('MASTER_PORT', '')}"
         whose = "the launcher of the ranks" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") else "rank 0"
-        told = f"the store at {host} has not answered for {silent:.0f} s ({type(error).__name__}): {whose} has ended"
-        self._end(Failure(self.activity.rank, str(self.activity), told))
+        cause = f"the store at {host} has not answered for {silent:.0f} s ({type(error).__name__}): {whose} has ended"
+        self._end(Failure(self.activity.rank, str(self.activity), cause))
 
     def _end(self, failure: Failure) -> None:
         if self.activity.is_failing or self._over.is_set():
