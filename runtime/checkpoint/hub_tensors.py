@@ -267,8 +267,9 @@ def gathered(
     entries: Mapping[str, Entry], read: Read, names: Iterable[str], *, leads: bool = True
 ) -> dict[str, Tensor]:
     """Return full tensors by name where ``leads``, ``{}`` elsewhere. All ranks must call it with the same names."""
-    tensors = {name: made_tensor(entries[name], read, leads=leads) for name in dict.fromkeys(names)}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    chosen = {name: entries[name] for name in names}
+    tensors = {entry.name: made_tensor(entry, read, leads=leads) for entry in chosen.values()}
+    return {name: value for name, entry in chosen.items() if (value := tensors[entry.name]) is not None}
 
 
 def reading_whole(full: Callable[[str], Tensor | None]) -> Read:

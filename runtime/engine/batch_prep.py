@@ -1,8 +1,8 @@
-"""From the user's batch to the inputs of a step: checks, rounds, microbatches of this rank, counts for losses.
+"""Prepares the inputs of a step from the user's batch: checks, rounds, this rank's microbatches, counts for losses.
 
-An evaluation of any number of sequences runs in rounds of the planned number, one after another.
+An evaluation of any number of sequences runs in consecutive rounds of the planned number.
 
-    10 sequences, 4 planned   →   0 1 2 3 | 4 5 6 7 | 8 9 · ·        · a sequence that no count of the loss counts
+    10 sequences, 4 planned   →   0 1 2 3 | 4 5 6 7 | 8 9 · ·        · filler, which the loss does not count
 
 The loss of the plan is a sum of shares over counts of the global batch: with the counts of all rounds, the rounds'
 losses add up to the loss of all sequences in one process.
@@ -20,18 +20,18 @@ from runtime.engine.build import Built
 from runtime.pipeline.executor import Step
 
 Batch = Mapping[str, Tensor]
-MAX_COUNTED = 64  # microbatches of a global batch that every rank counts alone
-UNCOUNTED = (-100, 0)  # of a label, and of a mask
+MAX_COUNTED = 64  # most microbatches of a global batch that every rank counts by itself
+UNCOUNTED = (-100, 0)  # values of a label, and of a mask, that do not count
 
 
 class Intake:
-    """Of one length and number of sequences. ``checks``: the same for all of an engine."""
+    """The intake of batches of one length and size. ``checks``: shared by all intakes of an engine."""
 
     def __init__(self, built: Built, checks: BatchChecks) -> None:
         self._built, self._checks = built, checks
 
     def check(self, batch: Mapping[str, Tensor], *, local: bool) -> None:
-        """Raises PlanError if the batch is not the plan's; the first time on every rank."""
+        """Raise PlanError if the batch does not match the plan; for the first batch on every rank."""
         self._checks.check(self._built.layout, batch, local=local)
 
     def step(
@@ -43,8 +43,9 @@ class Intake:
         local: bool,
         counts: Sequence[Tensor] | None = None,
     ) -> Step:
-        """The step with this index, of a batch that was checked. ``scale``: of the loss. ``counts``: its denominators
-        if they are not the batch's own."""
+        """Return the step with this index, of a checked batch. ``scale``: of the loss. ``counts``: denominators of the
+        loss; None: those of the batch.
+        """
         layout = self._built.layout
         read = dict.fromkeys(name for stage in self._built.program.stages for name in stage.inputs)
         microbatches = layout.microbatches(batch, read, self._built.groups.device, local=local)
@@ -55,10 +56,10 @@ class Intake:
 
 @torch.no_grad()
 def denominators(built: Built, batch: Mapping[str, Tensor], *, local: bool) -> list[Tensor]:
-    """The denominator of each loss term of the global batch; the same on every rank.
+    """Return the denominator of each loss term of the global batch; the same on every rank.
 
-    Each rank counts all of a small global batch, without any exchange. A larger one is summed over the world,
-    one rank of each dp rank adding its counts: the communicator of dp is still busy with the updated parameters.
+    Each rank counts a whole small global batch, without communication. For a larger one, counts are summed over the
+    world, to which one rank of each dp rank adds its own: dp's communicator still gathers the updated parameters.
     """
     layout, groups = built.layout, built.groups
     names = built.program.count_inputs
@@ -78,17 +79,17 @@ def denominators(built: Built, batch: Mapping[str, Tensor], *, local: bool) -> l
 
 
 class Rounds:
-    """Cuts batches into rounds. Owns whether filler is known to add nothing to the loss."""
+    """The rounds of batches. Owns whether filler is known to add nothing to the loss."""
 
     def __init__(self, built: Built) -> None:
         self._built, self.layout, self.terms = built, built.layout, built.plan.to_run()[0].terms
         self._is_silent = False
 
     def of(self, batch: Batch, *, local: bool, scored: bool = False) -> list[Batch]:
-        """The batch itself if it has the planned size, is one rank's, or is none that a check lets pass.
+        """Return the rounds of a batch; the batch itself if it has the planned size, is local, or is not valid.
 
-        ``scored``: sequence by sequence, so that no loss is added up. Raises PlanError for another size of a batch with
-        a loss that is no sum over its sequences.
+        ``scored``: sequences are scored one by one, and no loss is summed. Raises PlanError for another size if the
+        loss is not a sum over sequences.
         """
         size, number = self.layout.global_size, number_of(batch)
         if local or number in (0, size) or set(batch) != set(self.layout.inputs):
@@ -107,24 +108,24 @@ class Rounds:
         return [{name: x[i : i + size] for name, x in batch.items()} for i in range(0, number + missing, size)]
 
     def totals(self, rounds: Sequence[Batch]) -> list[Tensor]:
-        """The counts of all rounds together; the same on every rank."""
-        found = [denominators(self._built, each, local=False) for each in rounds]
-        return [torch.stack(column).sum(0) for column in zip(*found, strict=True)]
+        """Return the counts of all rounds together; the same on every rank."""
+        counts = [denominators(self._built, each, local=False) for each in rounds]
+        return [torch.stack(column).sum(0) for column in zip(*counts, strict=True)]
 
     def nothing(self, batch: Batch) -> list[Batch]:
-        """A round of filler alone; none if ``batch`` needs no filler, or its loss is known to."""
+        """Return a round of filler alone; none if ``batch`` needs no filler, or filler is known to add nothing."""
         if self._is_silent or not -number_of(batch) % self.layout.global_size:
             return []
         return [self.filler(batch, self.layout.global_size)]
 
     def require_silence(self, loss: float, batch: Batch) -> None:
-        """``loss``: of ``nothing(batch)``. Raises PlanError if filler adds to it."""
+        """Raise PlanError if ``loss``, that of ``nothing(batch)``, is not zero."""
         if loss:
             raise self._counted(batch)
         self._is_silent = self._is_silent or bool(-number_of(batch) % self.layout.global_size)
 
     def filler(self, batch: Batch, count: int, *, scored: bool = False) -> dict[str, Tensor]:
-        """Copies of the last sequence, without anything that is counted. Raises PlanError if that cannot be."""
+        """Return copies of the last sequence that the loss does not count. Raises PlanError if there are none."""
         rows = {name: x[-1:].expand(count, *x.shape[1:]) for name, x in batch.items()}
         if scored:
             return rows
@@ -132,15 +133,15 @@ class Rounds:
         return {n: torch.full_like(x, number) if n in self.terms.count_inputs else x for n, x in rows.items()}
 
     def _uncounted(self, batch: Batch) -> int:
-        """The number that hides a sequence from all counts. Raises PlanError if there is none."""
+        """Return the value that hides a sequence from all counts. Raises PlanError if there is none."""
         program, names = self._built.program, self._built.program.count_inputs
         if program.count_module is None:
             raise self._counted(batch)
         for number in UNCOUNTED:
             shapes = [(self.layout.micro, *batch[name].shape[1:]) for name in names]
             device = self._built.groups.device
-            given = {n: batch[n].new_full(s, number).to(device) for n, s in zip(names, shapes, strict=True)}
-            if not any(program.totals([given])):
+            filler = {n: batch[n].new_full(s, number).to(device) for n, s in zip(names, shapes, strict=True)}
+            if not any(program.totals([filler])):
                 return number
         raise self._counted(batch)
 
@@ -154,7 +155,7 @@ class Rounds:
 
 
 def number_of(batch: Batch) -> int:
-    """Of sequences; 0 if that is not clear."""
+    """Return the number of sequences; 0 if the tensors differ in it."""
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()] if isinstance(batch, Mapping) else []
     sizes = {len(x) for x in tensors}
     return sizes.pop() if len(sizes) == 1 else 0

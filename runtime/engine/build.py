@@ -1,4 +1,4 @@
-"""The parts of an engine, in the order of their construction: groups, stage modules, weights, buffers, executor.
+"""Builds the parts of an engine, in order: groups, stage modules, weights, buffers, executor.
 
 An engine has one of two modes: it trains, or it evaluates and holds nothing that only training needs.
 """
@@ -60,7 +60,7 @@ _OTHERS = (PlanError, RunError, torch.OutOfMemoryError, dist.DistError, NotImple
 
 @contextmanager
 def errors_of_file(model: nn.Module | None) -> Iterator[None]:
-    """If the plan of ``model`` was read from a file, an error within is the file's: a PlanError."""
+    """Raise errors of the block as PlanError about the plan's file, if the plan of ``model`` was read from one."""
     try:
         yield
     except _CONTRADICTIONS as error:
@@ -71,7 +71,7 @@ def errors_of_file(model: nn.Module | None) -> Iterator[None]:
 
 
 def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: float) -> Groups:
-    """The process groups of this rank, once all ranks said that they run the same plan with the same versions."""
+    """Return the process groups of this rank, after all ranks agreed that they run the same plan and versions."""
     tied = [tuple(p.stages) for p in plan.parameters if len(p.stages) > 1]
     combined = combined_axes(plan.optimizer) + ((SHARD, REPLICA) if plan.mesh.replica > 1 else ())
     combined += tuple(sorted({b.reduced_over + OF_WEIGHTS for b in plan.to_run()[1].buffers if b.gathers}))
@@ -82,7 +82,7 @@ def open_rank(plan: Plan, device: torch.device | str | None, timeout_seconds: fl
 
 
 def check_mode(mode: str) -> None:
-    """Raise PlanError for a mode that there is not."""
+    """Raise PlanError for an unknown mode."""
     if mode not in get_args(Mode):
         known = " or ".join(map(repr, get_args(Mode)))
         raise PlanError(f"an engine has no mode {mode!r}", where="Engine(mode=…)", fix=f"use {known}")
@@ -110,8 +110,9 @@ class Built:
     mode: Mode = "train"
 
     def headed(self, stages: Sequence[StageModule], want: str) -> tuple[StageModule | None, list[StageModule]]:
-        """The stage of the loss lowered once more, to return ``want`` beside the loss, if this rank runs it; and
-        ``stages`` with it, over their tensors. Raises PlanError if the loss gives no label a probability."""
+        """Return the stage of the loss lowered to return ``want`` beside the loss (None on other ranks), and ``stages``
+        with it, over their tensors. Raises PlanError if the loss gives no label a probability.
+        """
         last = lower_with_head(self.plan, self.groups.rank, self.program, self.groups.device, want=want)
         if last is None:
             return last, list(stages)
@@ -121,10 +122,10 @@ class Built:
 
 
 class Running:
-    """One rank of a plan, as all parts of its engine share it. ``weights``: its own, and those that rank 0 keeps.
+    """The state of one rank that all parts of its engine share. ``weights``: its own, and those that rank 0 keeps.
 
-    ``step_index``: steps that were made, those before a load included. ``gradients_ready``: of a ``forward_backward``
-    that no update has followed.
+    ``step_index``: number of updates, with those before a load. ``gradients_ready``: whether a ``forward_backward`` is
+    without its update.
     """
 
     def __init__(self, spec: Spec, built: Built) -> None:
@@ -196,7 +197,7 @@ def build(
 def executor_of(
     kind: type[AnyExecutor], built: Built, before_backward: Callable[[bool], None], graphs: Graphs | None = None
 ) -> AnyExecutor:
-    """The loop over this rank's actions. ``before_backward``: before each backward, and gradients of weights."""
+    """Return the loop over this rank's actions. ``before_backward``: called before each backward and each W."""
     orders, groups = built.plan.schedule.orders, built.groups
     return kind(
         built.program.stages,
@@ -212,26 +213,26 @@ def executor_of(
 
 
 def graphs_of(built: Built) -> Graphs | None:
-    """Backend of CUDA graphs for the regions or steps of this rank; None if the plan has none, or nothing trains."""
-    asked, program, buffers = spec_of(built.plan).cuda_graphs, built.program, built.optimizer.buffers
+    """Return the CUDA graphs of this rank's regions or steps; None if the plan has none, or nothing trains."""
+    section, program, buffers = spec_of(built.plan).cuda_graphs, built.program, built.optimizer.buffers
     order, device = without_weights(built.plan.schedule.orders[built.groups.place["pp"]]), built.groups.device
-    if asked.impl == "none" or built.mode == "evaluate":
+    if section.impl == "none" or built.mode == "evaluate":
         return None
-    if asked.impl == "transformer_engine":
+    if section.impl == "transformer_engine":
         return TransformerEngineGraphs(program, order, device, no_gradient_hooks=buffers.deaf)
-    maker = CudaGraphs(device) if asked.impl == "local" else Emulation(program.random, device)
-    if FULL_ITERATION in asked.scope:
+    maker = CudaGraphs(device) if section.impl == "local" else Emulation(program.random, device)
+    if FULL_ITERATION in section.scope:
         return FullIteration(program, buffers, maker, device)
     return GraphsBySlot(program, order, buffers, maker, device)
 
 
 def parameters_of(program: RankProgram) -> list[tuple[LocalParameter, nn.Parameter]]:
-    """(planned parameter, the module's parameter) for all parameters that this rank holds."""
+    """Return (planned parameter, the module's parameter) for all parameters of this rank."""
     return [(p, stage.parameter(p.fqn)) for stage in program.stages for p in stage.parameters]
 
 
 def contributions_of(program: RankProgram) -> dict[int, int]:
-    """By id of a parameter, how often a backward of its stage gives its gradient."""
+    """Return id of a parameter → number of its gradients in a backward of its stage."""
     modules = [stage.module for stage in program.stages]
     return {
         id(module.get_parameter(name)): times
@@ -241,12 +242,12 @@ def contributions_of(program: RankProgram) -> dict[int, int]:
 
 
 def spec_of(plan: Plan) -> Spec:
-    """The cluster's file was read when planning, and may lie elsewhere."""
+    """Return the plan's spec, without the cluster file, which was read when planning and may be elsewhere."""
     return Spec.load({**plan.spec, "cluster": None})
 
 
 def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
-    """From the spec's inputs, or those that the model was captured with."""
+    """Return the layout of batches by the spec's inputs, or those with which the model was captured."""
     (decisions, _), spec = plan.to_run(), spec_of(plan)
     read = decisions.batch_inputs
     inputs = {name: (i.sizes, getattr(torch, i.dtype)) for name, i in spec.inputs.items()} or read
@@ -254,14 +255,14 @@ def batch_layout(plan: Plan, groups: Groups) -> BatchLayout:
     sizes = (spec.batch.global_size, int(spec.batch.micro), groups.mesh.dp)
     assumptions = tuple(decisions.program.assumptions)
     lengths = tuple(row.length for row in plan.lengths)
-    told = computed, decisions.id_ranges, assumptions, lengths, spec.forms
-    return BatchLayout(inputs, *sizes, groups.place["dp"], *told)
+    facts = computed, decisions.id_ranges, assumptions, lengths, spec.forms
+    return BatchLayout(inputs, *sizes, groups.place["dp"], *facts)
 
 
 def _optimizer(
     plan: Plan, spec: Spec, groups: Groups, program: RankProgram, buffers: tuple[Buffer, ...], mode: Mode
 ) -> DistributedOptimizer:
-    """Over the buffers of this rank; for an evaluation it updates nothing, and at most gathers weights in shards."""
+    """Return the optimizer of this rank; for an evaluation it updates nothing, and at most gathers sharded weights."""
     shards = plan.to_run()[1]
     residency = Residency(reshards=shards.reshards, kept=shards.kept_by(groups.place["pp"]))
     return DistributedOptimizer(
@@ -290,7 +291,7 @@ def _resting(decisions: Decisions) -> dict[str, tuple[int, ...]]:
 
 
 def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:
-    """Those of this rank by the plan; for an evaluation none if each weight is whole, else all, without gradients."""
+    """Return the planned buffers of this rank; for an evaluation only if weights are sharded, without gradients."""
     planned = plan.to_run()[1].buffers_of_rank(groups.place["pp"], groups.place["ep"])
     if mode == "train":
         return planned
@@ -298,12 +299,12 @@ def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:
 
 
 def _exchanges(plan: Plan, groups: Groups) -> dict[tuple[int, int], BucketExchange]:
-    """Of this rank's buckets that are updated matrix by matrix."""
+    """Return the exchanges of this rank's buckets that are updated matrix by matrix, by (buffer, bucket)."""
     decisions, shards = plan.to_run()
-    ep_rank, found = groups.place["ep"], {}
+    ep_rank, exchanges = groups.place["ep"], {}
     for number, buffer in enumerate(shards.buffers_of_rank(groups.place["pp"], ep_rank)):
         homes = homes_of(buffer, plan.mesh, decisions.rules, ep_rank)
         if homes is not None:
             member = Member.of(plan.mesh, groups.rank, homes.axis, groups.over(homes.axis))
-            found |= {(number, i): BucketExchange(homes, i, member) for i in range(len(homes.buckets))}
-    return found
+            exchanges |= {(number, i): BucketExchange(homes, i, member) for i in range(len(homes.buckets))}
+    return exchanges

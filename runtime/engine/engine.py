@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class by(Generic[Arguments, Result]):
-    """A call of the engine that its ``part`` makes."""
+    """A method of the engine that calls that of its ``part``."""
 
     def __init__(self, part: str, method: Callable[Concatenate[Any, Arguments], Result]) -> None:
         self._part, self._method = part, method
@@ -93,11 +93,11 @@ class Engine:
         device: torch.device | str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """The same call on every rank; a rank alone needs no launcher.
+        """Call it on all ranks; a single rank needs no launcher.
 
         ``mode="evaluate"``: no gradients and no optimizer state; calls that train raise PlanError. ``program``:
-        lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError, on every rank, when the launched
-        world is not the plan's, or plans or versions differ between ranks.
+        lowered modules to run in place of ``lower(plan, rank)``. Raises PlanError on every rank if the launched world
+        does not match the plan, or plans or versions differ between ranks.
         """
         check_mode(mode)
         self.plan, self.mode = plan, mode
@@ -112,9 +112,9 @@ class Engine:
             with errors_of_file(plan.model):
                 built = build(plan, self.spec, self.groups, source, program, mode)
         except BaseException as error:
-            told = self.groups.faults.told_as_it_is(error)
+            raised = self.groups.faults.told_as_it_is(error)
             self.groups.abort()
-            raise told from told.__cause__
+            raise raised from raised.__cause__
         self.running = running = Running(self.spec, built)
         self.program, self.layout, self.compiled = built.program, built.layout, built.compiled
         self.optimizer, self.loss_scale = built.optimizer, running.loss_scale
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def step_index(self) -> int:
-        """Updates that were made, those before a save that was loaded included."""
+        """Number of updates, with those before a save that was loaded."""
         return self.running.step_index
 
     # ---- public: steps
@@ -141,12 +141,12 @@ class Engine:
     def train_step(
         self, batch: Mapping[str, Tensor], *, local: bool = False, loss: LossFunction | None = None
     ) -> StepReport:
-        """Forward, backward and update on the global batch, the same on every rank; the loss is its mean.
+        """Run forward, backward and update on the global batch, the same on every rank; return the report.
 
         ``local``: the batch has only the rows of this dp rank, as from a DistributedSampler. ``loss``: a function in
         place of the model's own loss, as in ``forward_backward``. Raises PlanError for a batch that does not fit the
         plan, StepError if a stage fails, AuditError before a step if its audit fails.
-        On a GPU it returns before the device is done: the first figure of the report that is read waits for it.
+        On a GPU it returns before the device is done: the first read of a figure in the report waits for it.
         """
         need_training(self.mode, "train_step")
         self.weights.need_own("train_step")
@@ -167,12 +167,12 @@ class Engine:
     def forward_backward(
         self, batch: Mapping[str, Tensor], *, local: bool = False, loss: LossFunction | None = None
     ) -> float:
-        """The loss of the global batch; its gradients replace those of an earlier call and are left for
+        """Return the loss of the global batch. Its gradients replace those of an earlier call and stay for
         ``gather_gradients`` and ``optimizer_step``.
 
-        ``loss(log_probs, rows)``: a function in place of the model's own loss. It is called once for each microbatch,
-        with log P of its labels [micro, length] (float64; 0 where the model takes no target) and its rows of ``batch``,
-        in which further tensors may be. It returns a scalar. The loss is the sum of these values over the global batch.
+        ``loss(log_probs, rows)``: a function in place of the model's own loss. It is called once per microbatch, with
+        log P of its labels [micro, length] (float64; 0 at places without a target) and its rows of ``batch``, which may
+        have further tensors, and returns a scalar. The loss is the sum of these values over the global batch.
         """
         need_training(self.mode, "forward_backward")
         self.weights.need_own("forward_backward")
@@ -185,8 +185,8 @@ class Engine:
         return self.running.over_world(self._loss)
 
     def set_learning_rate(self, lr: float | None) -> None:
-        """From the next update on, ``lr`` in place of the schedule's rate; None: the schedule again. The same call on
-        every rank. Saves do not hold it: pass it again after ``load``.
+        """Use ``lr`` in place of the schedule's rate from the next update on; None: the schedule. All ranks must call
+        it. It is not saved: set it again after ``load``.
         """
         need_training(self.mode, "set_learning_rate")
         self._updates.rate.fixed = lr
@@ -204,11 +204,11 @@ class Engine:
     def find_nonfinite(
         self, batch: Mapping[str, Tensor], *, local: bool = False, step: int | None = None
     ) -> NonFinite | None:
-        """The first NaN or Inf of a step: the op that computed it, its rank and its microbatch.
+        """Return the first NaN or Inf of a step: the op that computed it, its rank and its microbatch; None: finite.
 
-        The same call on every rank, after a report that says ``skipped``, with that step's batch: forward and backward
-        run again with every value looked at, and nothing is updated. ``step``: its index; the last one if not given.
-        The same answer on every rank; None if all is finite. Gradients of ``forward_backward`` are gone.
+        Call it on all ranks, after a report that says ``skipped``, with that step's batch: forward and backward run
+        again, every value is checked, and nothing is updated. ``step``: its index; None: the last one. All ranks get
+        the same result. Gradients of ``forward_backward`` are lost.
         """
         need_training(self.mode, "find_nonfinite")
         index = max(0, self.step_index - 1) if step is None else step
@@ -216,19 +216,19 @@ class Engine:
         self.running.gradients_ready = False
         batch = self.layout.in_rows(batch)
         variant = self._turn_to(batch, local)
-        given = replace(self._step(variant, batch, local), index=index, scale=self.loss_scale.before)
-        variant.count_sums(given, training=True)
+        repeated = replace(self._step(variant, batch, local), index=index, scale=self.loss_scale.before)
+        variant.count_sums(repeated, training=True)
         before = self.optimizer.buffers.unmixed.bad(self.step_index - 1 - index)
         self.optimizer.begin_step()
         self._note_load(True)
         try:
             with self.program.weight_gradients.by_autograd(), self.optimizer.buffers.weights.hold():
-                return find_nonfinite(variant.executor, given, self.groups, self.optimizer, before)
+                return find_nonfinite(variant.executor, repeated, self.groups, self.optimizer, before)
         finally:
             self._note_load(False)
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
-        """The place of a batch's length among ``plan.lengths``; 0 if the plan has one length."""
+        """Return the index of a batch's length in ``plan.lengths``; 0 if the plan has one length."""
         return self._variants.place_of(self.layout.in_rows(batch))
 
     def capture_graphs(self) -> None:
@@ -242,7 +242,7 @@ class Engine:
 
     @shared_call("close")
     def close(self) -> None:
-        """Wait for saves and for all ranks, then end the process groups that this engine made. Again: nothing.
+        """Wait for saves and for all ranks, then end the process groups that this engine made. May be called again.
 
         Raises PlanError on every rank if a save in the background failed.
         """
@@ -291,7 +291,7 @@ class Engine:
 
     @shared_call("audit")
     def _audited(self, audit: Audit, batch: Mapping[str, Tensor], local: bool) -> tuple[Sample, float, float, float]:
-        """One microbatch of the batch, its loss by the engine and by the user's module, and the difference allowed."""
+        """Return one microbatch, its loss by the engine and by the user's module, and the allowed difference."""
         variant = self._variants.of(batch, local=local)
         variant.intake.check(batch, local=local)
         sample = audit.sample(batch, variant.layout, self.step_index, local=local)
@@ -309,11 +309,11 @@ class Engine:
         is_due = graphs is not None and not graphs.is_on and self.step_index >= self.spec.cuda_graphs.warmup_steps
         if graphs is not None and (is_due or graphs.is_wanted):
             self.weights.ready()
-            self._note_load(True)  # in the memory that the graphs are to note in
+            self._note_load(True)  # allocates the memory in which the graphs count
             graphs.capture(variant.executor, step)
 
     def _turn_to(self, batch: Mapping[str, Tensor], local: bool, *, outside: bool = False) -> Variant:
-        """The stages that a step of ``batch`` trains with; gradients of an earlier step are gone if they are others."""
+        """Return the stages for a step of ``batch``; if they change, gradients of an earlier step are lost."""
         variant = self._variants.of(batch, local=local)
         if outside and variant.outside is None:  # before the first step: whether each label is predicted once
             self.weights.ready()

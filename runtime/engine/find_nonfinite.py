@@ -1,8 +1,8 @@
-"""Run a step again with every value looked at, and agree on the first one that is NaN or infinite.
+"""Repeats a step, checks every value, and agrees on the first one that is NaN or infinite.
 
     parameters before the step -> forwards and backwards, op by op -> sums of gradients
 
-The same dropout is drawn, as it depends on the step and the microbatch alone; nothing is updated.
+Dropout is the same, since it depends only on the step and the microbatch; nothing is updated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,18 @@ from runtime.pipeline.nonfinite import ONCE, PARAMETER, SUM, NonFinite, Seen, Wa
 def find_nonfinite(
     executor: Executor, step: Step, groups: Groups, optimizer: DistributedOptimizer, before: Bad
 ) -> NonFinite | None:
-    """The first value of ``step`` that is not finite; the same on every rank, which all call it.
+    """Return the first value of ``step`` that is not finite, the same on every rank. All ranks must call it.
 
-    ``before``: what was not finite on this rank in the step, before ranks exchanged it. Buffers are as before
-    afterwards.
+    ``before``: tensors that were not finite on this rank before ranks exchanged them. Buffers are restored.
     """
     watch = Watch(groups.rank, step.first_microbatch)
     _look_at_parameters(watch, executor.stages, before)
     with _same_buffers(executor.stages), watch.over(executor):
         executor.run(step)
-    found = first_of(all_gather_json(groups, watch.seen, of_kind(Seen)))
+    first = first_of(all_gather_json(groups, watch.seen, of_kind(Seen)))
     optimizer.reduce_gradients()
-    if found is not None:
-        return found
+    if first is not None:
+        return first
     for name, gradient in optimizer.own_gradients().items():
         if bad := worst(gradient):
             watch.note(SUM, name, bad)
@@ -45,7 +44,8 @@ def find_nonfinite(
 
 def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Bad) -> None:
     """Check parameters before the exchange between ranks, and now: a later NaN is on all ranks. Places: 0 if others may
-    have it from here, 1 if it was so before ranks exchanged it, 2 if now."""
+    have it from this rank, 1 if it was there before the exchange, 2 if now.
+    """
     for name, bad in before.parameters.items():
         watch.note(PARAMETER, name, bad, int(name in before.from_others))
     for stage in stages:
@@ -53,13 +53,13 @@ def _look_at_parameters(watch: Watch, stages: Sequence[StageModule], before: Bad
             if bad := worst(stage.parameter(parameter.fqn).data):
                 watch.note(PARAMETER, parameter.fqn, bad, 2)
         for fqn in stage.buffers:
-            if (bad := worst(stage.module.get_buffer(stage.attributes[fqn]))) == "NaN":  # infinity may mask something
+            if (bad := worst(stage.module.get_buffer(stage.attributes[fqn]))) == "NaN":  # a mask may contain infinity
                 watch.note(PARAMETER, fqn, bad, 2)
 
 
 @contextmanager
 def _same_buffers(stages: Sequence[StageModule]) -> Iterator[None]:
-    """Restores the buffers that forwards write."""
+    """Restore the buffers that forwards write, after the block."""
     buffers = [stage.module.get_buffer(stage.attributes[fqn]) for stage in stages for fqn in stage.buffers]
     before = [buffer.clone() for buffer in buffers]
     try:

@@ -1,6 +1,6 @@
-"""The calls of an engine without gradients: losses, scores of labels, and text.
+"""The calls of an engine without gradients: losses, scores of labels, and generated text.
 
-Text on any layout comes one token after another, each by a forward of the plan's stages:
+Text is generated on any layout, token by token, by forwards of the plan's stages:
 
 prompt  →  forward at the smallest planned length that holds one token more  →  row of logits  →  token  →  …
 """
@@ -30,9 +30,10 @@ from runtime.pipeline.executor import Executor, Step
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """``tokens``: of each prompt the new ones, with the stop token that ended it; ``sequences``: behind the prompt.
-    Tensors of int64 on the CPU. ``is_stopped``: whether a stop token ended it. ``is_cached``: whether keys and values
-    were kept; if they could not be, ``uncached_because`` has the op and its source line."""
+    """The continuations of prompts, int64 tensors on the CPU. ``tokens``: the new ones of each prompt, with the stop
+    token; ``sequences``: with the prompt. ``is_stopped``: whether a stop token ended it. ``is_cached``: whether keys
+    and values were kept; if that was not possible, ``uncached_because`` names the op and its source line.
+    """
 
     tokens: tuple[Tensor, ...]
     sequences: tuple[Tensor, ...]
@@ -43,7 +44,7 @@ class Generated:
 
 @dataclass
 class _Row:
-    """One prompt under way. ``number``: its place in the call."""
+    """One prompt and its continuation. ``number``: index in the call; ``first``: length of the prompt."""
 
     number: int
     ids: list[int]
@@ -59,7 +60,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of ``generate``: up to ``count`` new tokens of each prompt, or up to one of ``stops``."""
+    """One call of ``generate``: up to ``count`` new tokens for each prompt, or until one of ``stops``."""
 
     feed: Feed
     choice: Choice
@@ -71,7 +72,9 @@ _Way = Callable[[_Call, Sequence[_Row]], None]
 
 
 class EngineGeneration:
-    """``step(variant, batch, local)``: the checked step of a batch; with ``counts``, over other denominators."""
+    """Losses, scores and text. ``step(variant, batch, local, counts)``: returns the checked step of a batch, with other
+    denominators if ``counts`` is given.
+    """
 
     def __init__(
         self,
@@ -85,15 +88,15 @@ class EngineGeneration:
 
     @shared_call("evaluation")
     def evaluate(self, batch: Mapping[str, Tensor], *, local: bool = False) -> float:
-        """The loss of the global batch, without gradients and without dropout.
+        """Return the loss of the global batch, without gradients and without dropout.
 
-        If the loss is a sum over sequences, over counts at most, the batch may have any number of sequences: they run
-        in rounds of the planned number. Raises PlanError for another loss.
+        If the loss is a sum over sequences, or one divided by counts, the batch may have any number of sequences: they
+        run in rounds of the planned number. Raises PlanError for another loss.
         """
         return self.loss_of(self._layout.in_rows(batch), local=local)
 
     def loss_of(self, batch: Mapping[str, Tensor], *, local: bool) -> float:
-        """The same, of a batch in rows."""
+        """Return the loss of a batch in rows, as ``evaluate``."""
         self._weights.ready()
         variant = self._variants.of(batch, local=local, any_number=True)
         rounds = variant.rounds.of(batch, local=local)
@@ -106,38 +109,38 @@ class EngineGeneration:
         return self.running.over_world(self.running.addend_of(variant.executor.evaluate(step)))
 
     def _loss_of(self, variant: Variant, rounds: Sequence[Mapping[str, Tensor]], counts: Sequence[Tensor]) -> float:
-        """The loss of all rounds together, over ``counts``."""
+        """Return the loss of all rounds together, over ``counts``."""
         steps = (self._step(variant, each, False, counts) for each in rounds)
         addends = (self.running.addend_of(variant.executor.evaluate(step)) for step in steps)
         return self.running.over_world(sum(addends, self.running.nothing))
 
     @shared_call("evaluation")
     def score(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Scores:
-        """How probable each label of the global batch is, and whether it is the arg max: without gradients and dropout.
+        """Return the log-probability of each label of the global batch, and whether it is the arg max, without dropout
+        and gradients. Logits are not gathered.
 
-        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
-        ``local``: each dp rank gives its own rows of a batch of the planned size, and gets the scores of these.
-        Logits are not gathered.
+        Call it on all ranks, with the same batch of any number of sequences; all get the same result. ``local``: each
+        dp rank passes its own rows of a batch of the planned size, and gets their scores.
         Raises PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
         """
         self._weights.ready()
         batch = self._layout.in_rows(batch)
         variant = self._variants.of(batch, local=local, any_number=True)
         rounds = variant.rounds.of(batch, local=local, scored=True)
-        found = [variant.scoring.score(self._step(variant, each, local), local=local) for each in rounds]
-        return Scores.joined(found, len(batch[found[0].key]))
+        scores = [variant.scoring.score(self._step(variant, each, local), local=local) for each in rounds]
+        return Scores.joined(scores, len(batch[scores[0].key]))
 
     def scoring_executor(self, batch: Mapping[str, Tensor]) -> Executor:
-        """The loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
+        """Return the loop over actions that ``score`` runs for ``batch``. Raises PlanError as ``score``."""
         return self._variants.of(self._layout.in_rows(batch), local=False, any_number=True).scoring.executor
 
     def log_probs(self, batch: Mapping[str, Tensor], *, local: bool = False) -> Tensor:
-        """log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients and
-        dropout; 0 where the loss takes no target.
+        """Return log P of each label of the global batch, [sequences, length] (float64, on the CPU), without gradients
+        and dropout; 0 at places without a target.
 
-        The same call on every rank, with the same batch of any number of sequences; the same answer on every rank.
-        ``local``: as of ``score``. Tensors that the plan does not read may be in the batch: they are ignored. Raises
-        PlanError, with the source line, for a loss that is not a cross-entropy over a vocabulary.
+        Call it on all ranks, with the same batch of any number of sequences; all get the same result. ``local``: as in
+        ``score``. Tensors of the batch that the plan does not read are ignored. Raises PlanError, with the source line,
+        for a loss that is not a cross-entropy over a vocabulary.
         """
         return self.score(self._layout.planned(batch), local=local).log_probabilities
 
@@ -154,17 +157,17 @@ class EngineGeneration:
         seed: int = 0,
         cache: bool | None = None,
     ) -> Generated:
-        """Continue each prompt by up to ``max_new_tokens`` tokens, or up to one of ``stop``.
+        """Continue each prompt by up to ``max_new_tokens`` tokens, or until one of ``stop``.
 
-        The same call on every rank, with the same prompts; the same answer on every rank. ``prompts``: a dict with the
-        input of tokens [n, length] and perhaps an ``attention_mask``, or these tokens, or a list of prompts of any
-        lengths. ``temperature`` 0 takes the most probable token; above it tokens are sampled, of the ``top_k`` greatest
-        logits and of the most probable ones up to ``top_p`` together. ``seed``: the same tokens on every layout.
+        Call it on all ranks, with the same prompts; all get the same result. ``prompts``: a dict with the input of
+        tokens [n, length] and optionally an ``attention_mask``, or these tokens, or a list of prompts of any lengths.
+        ``temperature`` 0: the most probable token; above 0: sampled from the ``top_k`` greatest logits and the most
+        probable tokens up to probability ``top_p``. ``seed``: of sampling; tokens do not depend on the layout.
 
-        ``cache``: whether to keep keys and values, so that a token is the forward of one position and not of a planned
-        length; None keeps them if the model and the layout allow it, and the result reports why not. It is for trying
-        a model out, not for serving it. Raises PlanError on every rank for prompts that do not fit the plan, for a
-        model that is not causal, and for ``cache=True`` where nothing can be kept.
+        ``cache``: keep keys and values, so that a token is the forward of one position and not of a planned length;
+        None: if the model and the layout allow it, otherwise the result has the reason. It is for trying a model out,
+        not for serving it. Raises PlanError on every rank for prompts that do not fit the plan, for a model that is not
+        causal, and for ``cache=True`` if nothing can be kept.
         """
         choice, feed = Choice(temperature, top_k, top_p, seed), self._feed()
         ids = self._decisions.id_ranges.get(feed.name, ())
@@ -186,8 +189,8 @@ class EngineGeneration:
 
     @shared_call("generation")
     def kept_bytes(self) -> int:
-        """Bytes of the keys and values that this rank keeps while ``generate`` runs, measured at the longest planned
-        length. The same call on every rank. Raises PlanError as ``generate`` with ``cache=True``.
+        """Return the bytes of keys and values that this rank keeps in ``generate``, measured at the longest planned
+        length. All ranks must call it. Raises PlanError as ``generate`` with ``cache=True``.
         """
         feed, variant = self._feed(), self._variants.longest
         self._weights.ready()
@@ -199,10 +202,10 @@ class EngineGeneration:
         finally:
             kept.free()
 
-    # ---- pieces of a call
+    # ---- parts of a call
 
     def _continued(self, run: Callable[[_Way], list[_Row]], cache: bool | None) -> tuple[list[_Row], str]:
-        """The rows, and the reason if nothing was kept although it was tried. ``run``: all prompts in one way."""
+        """Return the rows, and the reason if keys and values could not be kept. ``run``: runs all prompts one way."""
         if cache is not False:
             try:
                 return run(self._continue_kept), ""
@@ -214,7 +217,7 @@ class EngineGeneration:
         return run(self._continue), ""
 
     def _all(self, call: _Call, sequences: Sequence[Sequence[int]], way: _Way) -> list[_Row]:
-        """In rounds of prompts of similar lengths, as many as a batch holds."""
+        """Continue all sequences, in rounds of prompts of similar lengths, as many as fit into a batch."""
         rows = [_Row(number, list(ids), len(ids)) for number, ids in enumerate(sequences)]
         by_length = sorted(rows, key=lambda row: row.first)
         size = self._variants.layouts[-1].global_size
@@ -223,7 +226,7 @@ class EngineGeneration:
         return rows
 
     def _continue_kept(self, call: _Call, rows: Sequence[_Row]) -> None:
-        """As ``_continue``, of one position at a time behind the first token of each prompt."""
+        """Continue as ``_continue``, but by the forward of one position for all tokens after the first."""
         needed = max(row.first for row in rows) + call.count
         layout = next(each for each in self._variants.layouts if call.feed.length(each) >= needed)
         first = call.feed.batch(layout, [row.ids for row in self._filled(rows, layout)], call.feed.paddings()[0])
@@ -233,10 +236,10 @@ class EngineGeneration:
             for row, token in zip(rows, self._next_tokens(call, rows, variant, kept=kept), strict=True):
                 row.add(token, call)
             is_first = True
-            while under_way := [row for row in rows if not row.is_done]:
-                at = min(len(row.ids) for row in under_way) - 1
-                found = self._tokens_at(call, rows, variant, kept, at, is_first=is_first)
-                for row, token in zip(rows, found, strict=True):
+            while open_rows := [row for row in rows if not row.is_done]:
+                at = min(len(row.ids) for row in open_rows) - 1
+                tokens = self._tokens_at(call, rows, variant, kept, at, is_first=is_first)
+                for row, token in zip(rows, tokens, strict=True):
                     if not row.is_done and len(row.ids) == at + 1:
                         row.add(token, call)
                 is_first = False
@@ -246,8 +249,9 @@ class EngineGeneration:
     def _tokens_at(
         self, call: _Call, rows: Sequence[_Row], variant: Variant, kept: KeptPositions, at: int, *, is_first: bool
     ) -> list[int]:
-        """The tokens behind position ``at``; of use for the rows that end there. The first time the whole forward runs
-        too, and must give the same logits."""
+        """Return the tokens after position ``at``, for the rows that end there. The first time, the whole forward runs
+        too, and must return the same logits.
+        """
         feed, filled = call.feed, self._filled(rows, variant.layout)
         sequences = [row.ids for row in filled]
         batch = feed.batch(variant.layout, sequences, feed.paddings()[0])
@@ -258,27 +262,25 @@ class EngineGeneration:
             ends_here = torch.tensor([len(ids) == at + 1 for ids in sequences], device=logits.device)
             first = variant.layout.first_microbatch * variant.layout.micro
             faults = torch.maximum(faults, kept.apart(logits, whole, counts * ends_here[first : first + len(counts)]))
-        given = [row.number for row in filled], [at + 1] * len(filled)
-        return variant.next_rows.tokens(logits, counts, faults, call.choice, *given)[: len(rows)]
+        places = [row.number for row in filled], [at + 1] * len(filled)
+        return variant.next_rows.tokens(logits, counts, faults, call.choice, *places)[: len(rows)]
 
     def _filled(self, rows: Sequence[_Row], layout: BatchLayout) -> list[_Row]:
-        """As many rows as a batch holds: the rest repeats the first of them."""
+        """Return as many rows as fit into a batch; the first one is repeated."""
         return [*rows, *[rows[0]] * (layout.global_size - len(rows))]
 
     def _continue(self, call: _Call, rows: Sequence[_Row]) -> None:
-        """New tokens for as many prompts as a batch holds."""
-        feed = call.feed
-        for step in range(call.count):
-            under_way = [row for row in rows if not row.is_done]
-            if not under_way:
-                return
-            longest = max(len(row.ids) for row in under_way)
+        """Continue the prompts of one batch."""
+        feed, is_first = call.feed, True
+        while open_rows := [row for row in rows if not row.is_done]:
+            longest = max(len(row.ids) for row in open_rows)
             layout = next(each for each in self._variants.layouts if feed.length(each) > longest)
-            first = feed.batch(layout, [row.ids for row in self._filled(under_way, layout)], feed.paddings()[0])
+            first = feed.batch(layout, [row.ids for row in self._filled(open_rows, layout)], feed.paddings()[0])
             variant = self._variants.of(first, local=False, any_number=True)
-            found = self._next_tokens(call, under_way, variant, is_first=not step)
-            for row, token in zip(under_way, found, strict=True):
+            tokens = self._next_tokens(call, open_rows, variant, is_first=is_first)
+            for row, token in zip(open_rows, tokens, strict=True):
                 row.add(token, call)
+            is_first = False
 
     def _next_tokens(
         self,
@@ -289,7 +291,7 @@ class EngineGeneration:
         is_first: bool = True,
         kept: KeptPositions | None = None,
     ) -> list[int]:
-        """One token for each of ``rows``; the whole forward runs, and fills the buffers of ``kept``."""
+        """Return a token for each of ``rows`` by the whole forward, which fills the buffers of ``kept``."""
         feed = call.feed
         layout, filled = variant.layout, self._filled(rows, variant.layout)
         sequences, wanted = [row.ids for row in filled], feed.wanted(layout, [row.ids for row in filled])
@@ -299,8 +301,8 @@ class EngineGeneration:
         )
         others = self._rows_of(variant, other, wanted)[0] if is_first else None
         faults = variant.next_rows.faults(logits, counts, others)
-        given = [row.number for row in filled], [len(row.ids) for row in filled]
-        return variant.next_rows.tokens(logits, counts, faults, call.choice, *given)[: len(rows)]
+        places = [row.number for row in filled], [len(row.ids) for row in filled]
+        return variant.next_rows.tokens(logits, counts, faults, call.choice, *places)[: len(rows)]
 
     def _fed(self, variant: Variant, batch: dict[str, Tensor]) -> Step:
         variant.intake.check(batch, local=False)

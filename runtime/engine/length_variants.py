@@ -1,8 +1,7 @@
-"""The stages of a rank as they run at one length and number of sequences; all of them share weights and optimizer.
+"""The stages of a rank for one length and number of sequences; all variants share weights and optimizer.
 
-The longest length is there from the start, and each other when a batch of it first comes: its stages are lowered
-then, over the tensors of the first. A number of sequences that was not planned has the planned stages, in a schedule of
-its own.
+The variant of the longest length is made at the start, each other at its first batch: its stages are lowered then, over
+the tensors of the first. A number of sequences that was not planned runs the planned stages in its own schedule.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from runtime.weights.shards import share
 
 @dataclass
 class Variant:
-    """One of them. ``contributions``: by id of a parameter, gradients that a backward gives it. ``outside``: the same
-    for a loss outside the model.
+    """A variant. ``contributions``: id of a parameter → number of its gradients in a backward. ``outside``: the variant
+    with a loss outside the model.
     """
 
     built: Built
@@ -63,12 +62,12 @@ class Variant:
 
     @cached_property
     def scoring(self) -> Scoring:
-        """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
+        """The stage of the loss, lowered on first use. Raises PlanError if the loss gives no label a probability."""
         return Scoring(self.built, self.executor)
 
     @cached_property
     def next_rows(self) -> NextRows:
-        """Lowered on first use. Raises PlanError if the loss gives no label a probability."""
+        """The stage of the loss, lowered on first use. Raises PlanError if the loss gives no label a probability."""
         return NextRows(self.built, self.executor)
 
     @cached_property
@@ -76,16 +75,16 @@ class Variant:
         return kept_positions(self.built, self.executor)
 
     def kept(self) -> KeptPositions:
-        """Lowered on first use, on all ranks. Raises NotKept, the same on every rank, if one position of a sequence
-        needs more than kept rows of earlier ones."""
+        """Return the stages with kept rows, lowered on first use on all ranks. Raises NotKept, the same on every rank,
+        if one position of a sequence needs more than kept rows of earlier ones.
+        """
         if isinstance(self._kept, NotKept):
             raise self._kept
         return self._kept
 
 
 class Variants:
-    """Owns all that were made, by length and number of sequences. ``layouts``: the planned ones, from the shortest
-    sequences to the longest."""
+    """The variants by length and number of sequences. ``layouts``: the planned ones, by ascending length."""
 
     def __init__(self, built: Built, before_backward: Callable[[bool], None]) -> None:
         self._groups, self._before_backward, self._checks = built.groups, before_backward, BatchChecks(built.groups)
@@ -95,7 +94,7 @@ class Variants:
         self._made_at = {(len(self._plans) - 1, self.longest.layout.global_size): self.longest}
 
     def of(self, batch: Mapping[str, Tensor], *, local: bool, any_number: bool = False) -> Variant:
-        """For a batch, the same on all ranks. ``any_number``: of sequences, which then run in rounds.
+        """Return the variant for a batch, the same on all ranks. ``any_number``: its sequences run in rounds.
 
         Raises PlanError on every rank if their batches differ in length or number, and for a number that cannot run.
         """
@@ -110,8 +109,8 @@ class Variants:
         return self._made_at[place, number]
 
     def outside(self, variant: Variant) -> Variant:
-        """The same for a loss outside the model, lowered on first use. Raises PlanError if the model's own loss gives
-        no label a probability, and for a plan with CUDA graphs.
+        """Return the variant with a loss outside the model, lowered on first use. Raises PlanError if the model's own
+        loss gives no label a probability, and for a plan with CUDA graphs.
         """
         if variant.outside is None:
             if variant.graphs is not None:
@@ -124,21 +123,21 @@ class Variants:
         return variant.outside
 
     def place_of(self, batch: Mapping[str, Tensor]) -> int:
-        """Among ``plan.lengths``; the greatest if a batch has none of them, and its check says what is wrong."""
+        """Return the index in ``plan.lengths``; the last for a batch with none of them, which its check reports."""
         last = len(self.layouts) - 1
         if not last or not isinstance(batch, Mapping):
             return last
-        given = {name: tuple(x.shape[1:]) for name, x in batch.items() if isinstance(x, Tensor)}
-        of_plans = [{name: shape for name, (shape, _) in layout.inputs.items()} for layout in self.layouts]
-        return of_plans.index(given) if given in of_plans else last
+        shapes = {name: tuple(x.shape[1:]) for name, x in batch.items() if isinstance(x, Tensor)}
+        planned = [{name: shape for name, (shape, _) in layout.inputs.items()} for layout in self.layouts]
+        return planned.index(shapes) if shapes in planned else last
 
     # ---- which of them
 
     def _number(self, batch: Mapping[str, Tensor], planned: int, *, local: bool) -> int:
-        """Of sequences in the global batch; as planned if another cannot run, and the check says what is wrong.
+        """Return the number of sequences in the global batch; the planned one if another cannot run.
 
-        A batch may have another number on one rank by mistake, and the others would wait for it: only ranks that
-        compare their batches in each step take any.
+        A rank with another number by mistake would keep the others waiting: only ranks that compare their batches in
+        each step take any number.
         """
         number = number_of(batch) * (self._groups.mesh.dp if local else 1)
         step = self.longest.layout.micro * self._groups.mesh.dp
@@ -147,10 +146,9 @@ class Variants:
 
     @property
     def _takes_any(self) -> bool:
-        """Whether another number of sequences can run: their losses add up, and no graph is captured for the planned
-        one."""
+        """Whether another number of sequences can run: losses add up, and no CUDA graph holds the planned number."""
         terms = self._plans[-1].to_run()[0].terms
-        by_kind = self._plans[-1].schedule.kind in KINDS  # a schedule by hand is for one number
+        by_kind = self._plans[-1].schedule.kind in KINDS  # a user's schedule is for one number
         return terms is not None and terms.adds_up and self.longest.graphs is None and by_kind
 
     def _require_agreed(self, place: int, number: int) -> None:
@@ -166,7 +164,7 @@ class Variants:
     # ---- made when they are first needed
 
     def _lowered(self, place: int) -> Variant:
-        """The stages of another length, over the tensors of the first."""
+        """Return the variant of another length, over the tensors of the first."""
         plan, first, groups = self._plans[place], self.longest, self._groups
         program = lower_again(plan, groups.rank, first.program, first.built.plan, groups.device)
         for trained, other in zip(first.program.stages, program.stages, strict=True):
@@ -178,7 +176,7 @@ class Variants:
         return self._made(built, first.executor)
 
     def _resized(self, planned: Variant, number: int) -> Variant:
-        """The planned stages, in a schedule of as many microbatches as ``number`` sequences make."""
+        """Return the planned stages in a schedule of the microbatches of ``number`` sequences."""
         plan, layout, mesh = planned.built.plan, planned.layout, planned.built.plan.mesh
         group = plan.spec["pipeline"]["group_size"]
         times = number // (layout.micro * mesh.dp)
@@ -199,6 +197,6 @@ class Variants:
 
 
 def _watch(executor: Executor, first: Executor) -> None:
-    """What watches the first executor sees all steps."""
+    """Let observers of the first executor see the steps of another."""
     executor.transport.waits = first.transport.waits
     executor.around = lambda action, step: first.around(action, step)

@@ -1,13 +1,13 @@
 """Log-probabilities of labels: as scores of the model, and as operands of a loss outside it.
 
-The stages run as in an evaluation; that of the loss is lowered once more, and returns scores beside the loss. The
+The stages run as in an evaluation; that of the loss is lowered once more, to return scores beside the loss. The
 gradient of a loss outside the model is fed back into the stages.
 
     F of the last stage     log P [micro, length] → function(log P, rows) → its value, and ∂ value / ∂ log P
     B of the last stage     begins with that gradient in place of the loss's
 
-Ranks of tp and cp compute the same value; one of them adds it. A function that fails gives zeros in place of its value,
-so that every message of the step still has its sender; then all ranks raise its error.
+Ranks of tp and cp compute the same value; one of them adds it. After an error, zeros replace the value of the function,
+so that all messages of the step are sent; then all ranks raise the error.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FIGURES = 3
 
 @dataclass(frozen=True)
 class LossOutside:
-    """``extras``: tensors of the batch that only the function reads, by name; [sequences, ..] as the others."""
+    """A loss function outside the model. ``extras``: tensors of the batch that only it reads, [sequences, ..]."""
 
     function: LossFunction
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(function: Any, batch: Mapping[str, Tensor], planned: Mapping[str, object]) -> LossOutside:
-        """Raises PlanError unless it can be called and the extras have a row for each sequence."""
+        """Return the loss. Raises PlanError unless it can be called and extras have a row for each sequence."""
         if not callable(function):
             what = f"the loss is a {type(function).__name__}, not a function"
             raise PlanError(what, where="loss", fix="give a function of (log_probs, batch) that returns a scalar")
@@ -50,16 +50,14 @@ class LossOutside:
         sizes = {len(x) for name, x in batch.items() if name in planned and isinstance(x, Tensor) and x.ndim}
         for name, value in extras.items():
             if not isinstance(value, Tensor) or not value.ndim or (sizes and len(value) not in sizes):
-                given = (
-                    f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-                )
+                form = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
                 fix = "give a tensor with one row for each sequence, or keep it in the function"
-                raise PlanError(f"batch[{name!r}], which only the loss function reads, {given}", where="batch", fix=fix)
+                raise PlanError(f"batch[{name!r}], which only the loss function reads, {form}", where="batch", fix=fix)
         return LossOutside(cast(LossFunction, function), extras)
 
 
 class LossOutsideExecutor(Executor):
-    """The loop over actions, with a function as the loss. ``of_model``: the loop with the model's own."""
+    """The loop over actions with a function as the loss. ``of_model``: the loop with the model's own loss."""
 
     of_model: Executor
     failure: PlanError | None = None
@@ -67,18 +65,18 @@ class LossOutsideExecutor(Executor):
     _rows: Sequence[dict[str, Tensor]] = ()
 
     def begin(self, loss: LossOutside, batch: Mapping[str, Tensor], layout: BatchLayout, *, local: bool) -> None:
-        """The function of the next run, and the batch with the rows that it reads."""
+        """Set the function of the next run, and the batch with the rows that it reads."""
         self._function, self.failure = loss.function, None
         rows = {**batch, **loss.extras}
         if any(stage.has_loss for stage in self.stages):
             self._rows = layout.microbatches(rows, rows, self.transport.groups.device, local=local)
 
     def evaluate(self, step: Step, *, training: bool = False) -> Tensor | None:
-        """The forwards with the model's own loss, for sums over the batch that it reads."""
+        """Run the forwards with the model's own loss, for sums over the batch that it reads."""
         return self.of_model.evaluate(step, training=training)
 
     def loss_of(self, output: Tensor, step: Step, action: Any) -> tuple[Tensor, Tensor]:
-        """The value of the function for a microbatch, and its gradient; zeros after a failure."""
+        """Return the value of the function for a microbatch, and its gradient; zeros after a failure."""
         if self.failure is None:
             try:
                 return self._value_of(output, step, self._rows[action.microbatch])
@@ -117,8 +115,8 @@ def _failed(error: Exception, where: str) -> PlanError:
 
 def _check_value(value: object) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        given = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        what = f"the loss function returns {given[:200]}"
+        form = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        what = f"the loss function returns {form[:200]}"
         raise PlanError(what, where="loss", fix="return one floating-point scalar, as a tensor")
     if not value.requires_grad:
         raise _independent()
@@ -132,7 +130,9 @@ def _independent() -> PlanError:
 def build_outside(
     built: Built, of_model: Executor, before_backward: Callable[[bool], None]
 ) -> tuple[Built, LossOutsideExecutor]:
-    """The stages of a rank with that of the loss lowered to return log-probabilities, over the tensors of ``built``."""
+    """Return a rank's program and executor with the stage of the loss lowered to return log-probabilities, over the
+    tensors of ``built``.
+    """
     _, stages = built.headed(built.program.stages, LOG_P)
     built = replace(built, program=replace(built.program, stages=stages))
     executor = executor_of(LossOutsideExecutor, built, before_backward)
@@ -149,11 +149,11 @@ class EngineOutsideLoss:
     def of(
         self, batch: Mapping[str, Tensor], loss: LossFunction | None
     ) -> tuple[Mapping[str, Tensor], LossOutside | None]:
-        """The planned tensors and the loss outside; without one the whole batch."""
+        """Return the planned tensors and the loss outside; without one, the whole batch and None."""
         if loss is None:
             return batch, None
-        given = batch if isinstance(batch, Mapping) else {}
-        return self._layout.planned(batch), LossOutside.of(loss, given, self._layout.inputs)
+        tensors = batch if isinstance(batch, Mapping) else {}
+        return self._layout.planned(batch), LossOutside.of(loss, tensors, self._layout.inputs)
 
     @contextmanager
     def around(
@@ -165,8 +165,9 @@ class EngineOutsideLoss:
         *,
         local: bool,
     ) -> Iterator[None]:
-        """Around the run of a step on these. Raises PlanError on every rank if the function failed on one: the step is
-        whole, and the next may follow."""
+        """Run a step with this loss inside the block. Raises PlanError on every rank if the function failed on one: the
+        step is complete, and the next may follow.
+        """
         if loss is None or not isinstance(executor, LossOutsideExecutor):
             yield
             return
@@ -175,18 +176,17 @@ class EngineOutsideLoss:
         try:
             agree(self._groups, executor.failure)
         except PlanError:
-            self._optimizer.reduce_gradients()  # sums that have begun end
+            self._optimizer.reduce_gradients()  # finishes reductions that have started
             raise
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of every element of ``batch[key]``, the labels of the global batch; tensors are [global, ..] as it, on the CPU.
+    """Scores of ``batch[key]``, the labels of the global batch; tensors on the CPU with the shape of the labels.
 
-    ``log_probabilities`` (float64): natural logarithm of the probability that the model gives the label at its place; 0
-    if it is not scored. ``is_top``: whether no class is more probable, nor as probable with a lower id.
-    ``is_scored``: whether the loss takes the element as a target; it does not for an ignored label, nor, in models that
-    shift labels inside, at the first token of a sequence.
+    ``log_probabilities`` (float64): natural logarithm of the label's probability; 0 if it is not scored. ``is_top``:
+    whether no class is more probable, nor equally probable with a lower id. ``is_scored``: whether the element is a
+    target of the loss: not an ignored label, nor the first token of a sequence in models that shift labels.
     """
 
     key: str
@@ -196,13 +196,13 @@ class Scores:
 
     @staticmethod
     def joined(rounds: Sequence[Scores], number: int) -> Scores:
-        """The first ``number`` sequences of several batches."""
+        """Return the scores of the first ``number`` sequences of several batches."""
         tensors = ("log_probabilities", "is_top", "is_scored")
         return Scores(rounds[0].key, *(torch.cat([getattr(r, name) for r in rounds])[:number] for name in tensors))
 
 
 class Scoring:
-    """Owns the stage of the loss in the form that scores, if this rank runs it, with the weights of training.
+    """The forwards that score. Owns the stage of the loss that returns scores, with the weights of training.
 
     Raises PlanError if the loss gives no label a probability.
     """
@@ -212,15 +212,16 @@ class Scoring:
         self.executor = executor.over(built.headed(executor.stages, SCORES)[1])
 
     def score(self, step: Step, *, local: bool = False) -> Scores:
-        """Scores of the batch of ``step``, the same on every rank: each has those of its own tokens, and one sum joins
-        them. ``local``: those of this dp rank's rows alone are returned."""
+        """Return the scores of the batch of ``step`` on every rank, by one all-reduce. ``local``: only those of this dp
+        rank's rows.
+        """
         self.executor.evaluate(step)
         shape, _ = self.layout.inputs[self.key]
         total = torch.zeros((FIGURES, self.layout.global_size, *shape), dtype=torch.float64, device=self.groups.device)
         if self.executor.scores:
             first = self.layout.first_microbatch * self.layout.micro
-            found = torch.cat(self.executor.scores, 1)
-            total[:, first : first + found.shape[1]] = found
+            own = torch.cat(self.executor.scores, 1)
+            total[:, first : first + own.shape[1]] = own
         if self.groups.world is not None:
             dist.all_reduce(total, group=self.groups.world)
         size = self.layout.global_size // self.layout.dp

@@ -1,20 +1,18 @@
 """The logits that predict the next token of each sequence, on the ranks that have them, and the token on all ranks.
 
-The stages run as in an evaluation; that of the loss is lowered once more, and returns these rows beside the loss.
+The stages run as in an evaluation; that of the loss is lowered once more, to return these rows beside the loss.
 
-    greedy      arg max z                                          of equal ones the lowest id
+    greedy      arg max z                                          the lowest id of equal ones
     sampled     arg max z/T + g,   g = −ln(−ln u)                  Gumbel: token i has the probability softmax(z/T)[i]
     top-k       only the k greatest z                              and those equal to the least of them
     top-p       only the most probable tokens, until their probabilities add up to p
 
-u is named, not drawn (passes.ops.dropout): it depends on the seed, the prompt's place in the call, the position and the
-token. So each layout and each batch size finds the same tokens.
+u is a hash (passes.ops.dropout) of the seed, the prompt's index in the call, the position and the token: each layout
+and each batch size generates the same tokens.
 
-Generation with kept rows: the forward of a prompt keeps the keys and values of its positions, and each further token
-is the forward of one position.
-
-A round's sequences move together. A position that a longer prompt has already is computed for it again, to the same
-values.
+With kept rows, the forward of a prompt keeps the keys and values of its positions, and each further token is the
+forward of one position. The sequences of a round advance together: positions that a longer prompt already has are
+recomputed for it, with the same values.
 """
 
 from collections.abc import Sequence
@@ -36,21 +34,22 @@ from runtime.engine.build import Built
 from runtime.pipeline.executor import Executor, Step
 from runtime.weights.shards import share
 
-FIGURES = 3  # of each sequence: its next token, how often its row was found, and what is wrong with it
-NOT_A_NUMBER, NOT_CAUSAL, NOT_KEPT = 1, 2, 3
-ALLOWED = 8  # times the precision of the weights: two runs of one sequence may differ by their rounding
+FIGURES = 3  # of each sequence: its next token, the number of ranks with its row, and the fault of the row
+NOT_A_NUMBER, NOT_CAUSAL, NOT_KEPT = 1, 2, 3  # faults
+ALLOWED = 8  # times the precision of the weights: two runs of one sequence may differ by rounding
 SITE = "generate"
 _WHOLE = "leave cache out: each token then runs the whole forward"
 
 
 class NotKept(PlanError):
-    """The model or the layout allows no kept values of earlier positions, or they give other logits than the whole
-    forward."""
+    """The error if the model or the layout allows no kept values of earlier positions, or if logits with kept values
+    differ from those of the whole forward.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a token is chosen. ``temperature`` 0: greedy. Raises PlanError for numbers that mean nothing."""
+    """The choice of tokens. ``temperature`` 0: greedy. Raises PlanError for invalid numbers."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -71,7 +70,7 @@ class Choice:
                 _refuse(f"{name} limits sampling, and the temperature is 0", name, "set a temperature, such as 1.0")
 
     def tokens(self, logits: Tensor, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """[n] (int64) from logits [n, v]; ``samples``: the prompt of each row; ``positions``: of the new tokens."""
+        """Return tokens [n] (int64) from logits [n, v]. ``samples``, ``positions``: prompt and position of each."""
         z = logits.double()
         if not self.temperature:
             return z.argmax(1)
@@ -88,7 +87,7 @@ def _greatest(z: Tensor, k: int | None) -> Tensor:
 
 
 def _most_probable(z: Tensor, p: float | None) -> Tensor:
-    """A token stays while those before it have less than ``p`` together: the first always does."""
+    """Mask tokens after those with probability ``p`` together; the most probable token always stays."""
     if p is None or p == 1.0:
         return z
     ordered, ids = z.sort(dim=1, descending=True, stable=True)
@@ -102,7 +101,7 @@ def _refuse(what: str, where: str, fix: str) -> None:
 
 
 class NextRows:
-    """Owns the stage of the loss in the form that returns rows of logits, if this rank runs it.
+    """The forwards that return rows of logits. Owns the stage of the loss that returns them, if this rank runs it.
 
     Raises PlanError if the loss gives no label a probability.
     """
@@ -119,7 +118,7 @@ class NextRows:
         self.executor = executor.over(stages)
 
     def rows(self, step: Step, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits [n, v], counts [n]) of this dp rank's n sequences: zero counts for those of other ranks.
+        """Return (logits [n, v], counts [n]) of this dp rank's n sequences; counts are 0 for rows on other ranks.
 
         ``wanted`` [microbatches of the global batch, micro]: places of labels.
         """
@@ -127,13 +126,13 @@ class NextRows:
         return _rows(self.executor, step)
 
     def faults(self, rows: Tensor, counts: Tensor, others: Tensor | None = None) -> Tensor:
-        """[n]: what is wrong with each row; ``others``: the rows of the same sequences with other tokens behind."""
-        found = torch.where(rows.isfinite().any(1) & ~rows.isnan().any(1), 0, NOT_A_NUMBER)
+        """Return the fault of each row, [n], or 0. ``others``: rows of the same sequences with other padding."""
+        faults = torch.where(rows.isfinite().any(1) & ~rows.isnan().any(1), 0, NOT_A_NUMBER)
         if others is not None:
             size = rows.abs().nan_to_num(posinf=0.0).amax(1)
             apart = (rows - others).abs().nan_to_num(nan=0.0).amax(1)
-            found = torch.where(apart > ALLOWED * self._precision * size, NOT_CAUSAL, found)
-        return torch.where(counts > 0, found, 0)
+            faults = torch.where(apart > ALLOWED * self._precision * size, NOT_CAUSAL, faults)
+        return torch.where(counts > 0, faults, 0)
 
     def tokens(
         self,
@@ -144,18 +143,16 @@ class NextRows:
         samples: Sequence[int],
         positions: Sequence[int],
     ) -> list[int]:
-        """The next token of each sequence of the global batch, the same on every rank: one sum joins them.
+        """Return the next token of each sequence of the global batch, on every rank, by one all-reduce.
 
-        ``samples``, ``positions``: of each sequence of the global batch. Raises PlanError on every rank if there is
-        none.
+        ``samples``, ``positions``: of each sequence of the global batch. Raises PlanError on every rank for a fault.
         """
         total = torch.zeros((FIGURES, self.layout.global_size), dtype=torch.int64, device=self.groups.device)
         if len(rows):
             first = self.layout.first_microbatch * self.layout.micro
             own = slice(first, first + len(rows))
-            found = counts > 0
-            chosen = choice.tokens(rows.nan_to_num(nan=0.0), samples[own], positions[own])
-            total[:, own] = torch.stack([torch.where(found, chosen, 0), counts.to(torch.int64), faults.to(torch.int64)])
+            chosen = torch.where(counts > 0, choice.tokens(rows.nan_to_num(nan=0.0), samples[own], positions[own]), 0)
+            total[:, own] = torch.stack([chosen, counts.to(torch.int64), faults.to(torch.int64)])
         if self.groups.world is not None:
             dist.all_reduce(total, group=self.groups.world)
         chosen, times, wrong = total.cpu()
@@ -189,9 +186,9 @@ def _check(times: Tensor, faults: Tensor, positions: Sequence[int]) -> None:
 
 
 class KeptPositions:
-    """Owns the buffers of this rank, and its stages that fill and read them.
+    """The forwards with kept keys and values. Owns this rank's buffers, and its stages that fill and read them.
 
-    Raises PlanError, on the ranks that find it, if one position needs more than kept rows.
+    Raises PlanError, on the ranks that detect it, if one position needs more than kept rows.
     """
 
     def __init__(self, built: Built, executor: Executor) -> None:
@@ -208,25 +205,28 @@ class KeptPositions:
         self._all, self._one = executor.over(keeping), executor.over(alone)
 
     def prefill(self, step: Step, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``NextRows.rows``; the buffers are filled."""
+        """Fill the buffers, and return the same as ``NextRows.rows``."""
         self._wanted.places = wanted.to(self.groups.device)
         return _rows(self._all, step)
 
     def at(self, position: int, step: Step) -> tuple[Tensor, Tensor]:
-        """(logits [n, v], counts [n]) of the token behind ``position``, of this dp rank's n sequences."""
+        """Return (logits [n, v], counts [n]) of the token after ``position``, of this dp rank's n sequences."""
         self.kept.at = position
         return _rows(self._one, step)
 
     def apart(self, rows: Tensor, whole: Tensor, counts: Tensor) -> Tensor:
-        """[n]: whether a row that counts is not that of the ``whole`` forward. Products of one row and of many sum in
-        other orders, layer by layer; their rounding together is less than the root of the precision."""
+        """Return NOT_KEPT for each counted row that differs from that of the ``whole`` forward, else 0: [n].
+
+        Products of one row and of many rows sum in different orders; over all layers, rounding is less than the root of
+        the precision.
+        """
         size = whole.abs().nan_to_num(posinf=0.0).amax(1)
         differ = (rows - whole).abs().nan_to_num(nan=0.0).amax(1) > self._precision**0.5 * size
         return torch.where(differ & (counts > 0), NOT_KEPT, 0)
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers of this rank."""
+        """Size of this rank's buffers in bytes."""
         return self.kept.num_bytes
 
     def free(self) -> None:
@@ -238,19 +238,19 @@ def _rows(executor: Executor, step: Step) -> tuple[Tensor, Tensor]:
     executor.evaluate(step)
     if not executor.scores:
         return torch.zeros(0, 1), torch.zeros(0)
-    found = torch.cat(executor.scores)
-    return found[:, :-1], found[:, -1]
+    rows = torch.cat(executor.scores)
+    return rows[:, :-1], rows[:, -1]
 
 
 def kept_positions(built: Built, executor: Executor) -> KeptPositions | NotKept:
-    """The same kind on every rank: the first refusal of any of them, if there is one."""
-    found, own = None, None
+    """Return the forwards with kept rows; on every rank the first refusal, if any rank has one."""
+    kept, own = None, None
     try:
-        found = KeptPositions(built, executor)
+        kept = KeptPositions(built, executor)
     except PlanError as error:
         own = error.words
-    if told := [each for each in all_gather_json(built.groups, own) if each]:
-        what, where, _ = told[0]
+    if refusals := [each for each in all_gather_json(built.groups, own) if each]:
+        what, where, _ = refusals[0]
         return NotKept(what, where=where, fix=_WHOLE)
-    assert found is not None
-    return found
+    assert kept is not None
+    return kept

@@ -1,8 +1,8 @@
-"""Prompts become tokens, and these the batches of a plan: padded at the right, which a causal model does not see.
+"""Prompts become tokens, and tokens batches of a plan, padded on the right, which a causal model does not see.
 
 tokens        5 8 2 · · ·        · padding
 labels        0 0 0 0 0 0        any label: the loss is not read
-wanted              ^            the label that the next token would be: its row of logits is the prediction
+wanted              ^            the place of the next token's label: its row of logits is the prediction
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ from runtime.data.token_file import files_in, is_token_file
 FED = (*OF_IDS, "attention_mask", "segments", "positions")
 MASK = "attention_mask"
 Prompts = Mapping[str, Tensor] | Tensor | Sequence[Any]
-MOST = 64  # new tokens, if no number is given
+MOST = 64  # new tokens without a number
 
 
 @dataclass(frozen=True)
 class Feed:
-    """How sequences feed the inputs of a plan. ``roles`` of its inputs; ``scored``: the labels of its loss.
+    """The batches of sequences of tokens. ``roles``: of the plan's inputs; ``scored``: the labels of its loss.
 
     Raises PlanError for inputs that a sequence of tokens cannot feed.
     """
@@ -51,18 +51,17 @@ class Feed:
         """The input that takes the tokens."""
         names = [name for name, role in self.roles.items() if role == "tokens"]
         if len(names) != 1:
-            told = " and ".join(map(repr, names)) or "none"
-            what = f"generation feeds one input of tokens, and the model has {told}"
+            what = f"generation feeds one input of tokens, and the model has {' and '.join(map(repr, names)) or 'none'}"
             raise PlanError(what, where="inputs", fix="set its role with data: {inputs: {NAME: tokens}}")
         return names[0]
 
     @property
     def shift(self) -> int:
-        """From the place of a token to that of the label which predicts it."""
+        """Position of a token minus that of the label which predicts it."""
         return int(self.roles[self.scored.key] == "next_tokens")
 
     def length(self, layout: BatchLayout) -> int:
-        """Tokens of one sequence. Raises PlanError for an input of another shape."""
+        """Return the number of tokens of one sequence. Raises PlanError for an input of another shape."""
         lengths = {name: shape for name, (shape, _) in layout.inputs.items()}
         length = lengths[self.name][0] if len(lengths[self.name]) == 1 else 0
         for name, shape in lengths.items():
@@ -72,13 +71,13 @@ class Feed:
         return length
 
     def paddings(self) -> tuple[int, int]:
-        """Two ids for padding that the loss does not ignore; so its labels are of use at every place."""
+        """Return two ids for padding that the loss does not ignore, so that labels count at every place."""
         ignored = {pick.ignored for pick in self.scored.picks}
-        found = [i for i in range(min(self.scored.num_classes, 4)) if i not in ignored]
-        return found[0], found[-1]
+        ids = [i for i in range(min(self.scored.num_classes, 4)) if i not in ignored]
+        return ids[0], ids[-1]
 
     def batch(self, layout: BatchLayout, sequences: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
-        """The global batch: one row for each sequence, as many as the plan has."""
+        """Return the global batch of as many sequences as the plan has."""
         length = self.length(layout)
         ids = torch.full((len(sequences), length), padding)
         for row, sequence in zip(ids, sequences, strict=True):
@@ -90,23 +89,24 @@ class Feed:
         return {name: values[role].to(layout.inputs[name][1]) for name, role in self.roles.items()}
 
     def wanted(self, layout: BatchLayout, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """[microbatches of the global batch, micro]: of each sequence the place of its next token's label."""
+        """Return the place of each sequence's next label in its microbatch: [microbatches, micro]."""
         at = torch.tensor([len(sequence) - self.shift for sequence in sequences])
         at = at.view(-1, layout.micro)
         return at + torch.arange(layout.micro) * self.length(layout)
 
 
 def check_fed(roles: Mapping[str, str], key: str, what: str, fix: str) -> None:
-    """Raise PlanError for an input that tokens alone cannot feed. ``key``: of the labels; ``what`` feeds them."""
+    """Raise PlanError for an input that tokens alone cannot feed. ``key``: of the labels; ``what``: the call."""
     for name, role in roles.items():
         if role not in FED or (name == key and role not in OF_IDS):
-            told = f"the input {name!r} is fed by {role}, which {what} does not have"
-            raise PlanError(told, where=f"inputs.{name}", fix=fix)
+            lack = f"the input {name!r} is fed by {role}, which {what} does not have"
+            raise PlanError(lack, where=f"inputs.{name}", fix=fix)
 
 
 def sequences_of(prompts: Prompts, name: str, ranges: Sequence[IdRange]) -> list[list[int]]:
-    """The ids of each prompt: of rows [n, length], without those that an ``attention_mask`` of zeros hides, or of a
-    list of prompts of any lengths. Raises PlanError, naming the prompt, for one that cannot run.
+    """Return the ids of each prompt: of rows [n, length] without those that an ``attention_mask`` hides, or of a list.
+
+    Raises PlanError, naming the prompt, for one that cannot run.
     """
     rows = _rows(prompts, name)
     if not rows:
@@ -145,8 +145,8 @@ def _rows(prompts: Prompts, name: str) -> list[list[int]]:
     if isinstance(prompts, Mapping):
         unknown = sorted(prompts.keys() - {name, MASK})
         if unknown or name not in prompts:
-            told = f"has {', '.join(map(repr, unknown))}" if unknown else f"lacks {name!r}"
-            raise PlanError(f"the batch of prompts {told}", where="prompts", fix=f"give {name!r}, and {MASK!r} or not")
+            fault = f"has {', '.join(map(repr, unknown))}" if unknown else f"lacks {name!r}"
+            raise PlanError(f"the batch of prompts {fault}", where="prompts", fix=f"give {name!r}, and {MASK!r} or not")
         ids, mask = _matrix(prompts[name]), prompts.get(MASK)
         if mask is not None and mask.shape != ids.shape:
             what = f"{MASK} is {list(mask.shape)}, the prompts are {list(ids.shape)}"
@@ -174,8 +174,10 @@ def _row(row: Any) -> list[int]:
 
 
 def codec_of(tokenizer: str | None) -> Encoder:
-    """Of a tokenizer's file or directory, or of the token file of samples that it made; without one, bytes are the
-    tokens. Raises PlanError for another file."""
+    """Return the encoder of a tokenizer's file or directory, or of a token file of samples; None: of bytes.
+
+    Raises PlanError for another file.
+    """
     if tokenizer is None:
         return ByteEncoder()
     with tokenizer_in(tokenizer) as place:
@@ -184,7 +186,7 @@ def codec_of(tokenizer: str | None) -> Encoder:
 
 @contextmanager
 def tokenizer_in(source: str) -> Iterator[str]:
-    """The place of a tokenizer: ``source``, or a directory of the files in it, if it is a token file of samples."""
+    """Yield the place of a tokenizer: ``source``, or a directory with its files, if it is a token file of samples."""
     files = files_in(Path(source)) if is_token_file(Path(source)) else {}
     if not files:
         yield source
@@ -197,26 +199,26 @@ def tokenizer_in(source: str) -> Iterator[str]:
 def tokens_of(
     texts: Sequence[str], codec: Encoder, spec: Spec, decided: Plan, max_new_tokens: int | None = None
 ) -> tuple[list[list[int]], int]:
-    """The tokens of each text, and how many new ones each gets: without a number as many as fit, up to 64.
+    """Return the tokens of each text, and the number of new ones; None: as many as fit, up to 64.
 
     Raises PlanError if they do not fit the plan.
     """
     decisions = decided.to_run()[0]
-    found, count, roles = fitted(texts, codec, spec, max_new_tokens)
+    sequences, count, roles = fitted(texts, codec, spec, max_new_tokens)
     with spec.locating():
         feed = Feed(roles, decisions.scored)
-    return sequences_of(found, feed.name, decisions.id_ranges.get(feed.name, ())), count
+    return sequences_of(sequences, feed.name, decisions.id_ranges.get(feed.name, ())), count
 
 
 def fitted(
     texts: Sequence[str], codec: Encoder, spec: Spec, max_new_tokens: int | None = None
 ) -> tuple[list[list[int]], int, dict[str, str]]:
-    """As ``tokens_of``, and the role of each input. Raises PlanError if no plan of ``spec`` takes the texts."""
+    """Return tokens and number as ``tokens_of``, and the roles. Raises PlanError if no plan of ``spec`` fits."""
     inputs = spec.longest.require_inputs()
     with spec.locating():
         roles = roles_of(inputs, spec.data.inputs)
         most = length_of(inputs, roles)
-    found = sequences_of([codec.ids(t) for t in texts], "prompts", ())
-    count = max(1, min(MOST, most - max(map(len, found)))) if max_new_tokens is None else max_new_tokens
-    check_lengths(found, count, most)
-    return found, count, roles
+    sequences = sequences_of([codec.ids(t) for t in texts], "prompts", ())
+    count = max(1, min(MOST, most - max(map(len, sequences)))) if max_new_tokens is None else max_new_tokens
+    check_lengths(sequences, count, most)
+    return sequences, count, roles

@@ -1,4 +1,4 @@
-"""What an engine writes and reads again: its training state, and its weights as directories of the Hub."""
+"""Saves and loads of an engine: its training state, and its weights as directories of the Hub."""
 
 import warnings
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from runtime.engine.weights import EngineWeights
 
 
 class EngineSaves:
-    """Owns the saver of the training state."""
+    """The saves of an engine. Owns the saver of the training state."""
 
     def __init__(self, running: Running, weights: EngineWeights) -> None:
         self.running, self._weights = running, weights
@@ -32,10 +32,10 @@ class EngineSaves:
     ) -> None:
         """Write the training state to ``directory``/step-…, then its name to ``directory``/latest.
 
-        The same call on every rank, between steps; each writes its own shards. ``extra``: values that ``load`` returns,
-        as JSON, from rank 0. ``wait=False``: the state is copied to host memory, which is kept for the next save;
-        on a GPU the next update waits for the copies, and the host does not. A thread writes them; a later save waits
-        for it, and raises its error. Raises PlanError on every rank; earlier saves stay.
+        Call it on all ranks, between steps; each writes its own shards. ``extra``: JSON values of rank 0 that ``load``
+        returns. ``wait=False``: copy the state to host memory, which is kept for the next save, and write it in a
+        thread; on a GPU the next update waits for the copies, the host does not. A later save waits for the thread, and
+        raises its error. Raises PlanError on every rank; earlier saves stay.
         """
         need_training(self.running.mode, "save")
         self._weights.need_own("save")
@@ -44,20 +44,19 @@ class EngineSaves:
 
     @shared_call("save")
     def wait_saves(self) -> None:
-        """Return when no save is under way. Raises PlanError on every rank if the last one failed."""
+        """Wait for the running save. Raises PlanError on every rank if it failed."""
         self.saver.wait()
 
     @shared_call("load")
     def load(self, directory: str | PathLike[str], *, averaged: bool = False) -> dict[str, JsonValue]:
-        """Take the training state of a save, or of the last one in a directory of saves; returns its ``extra``.
+        """Load the training state of a save, or of the last one in a directory of saves; return its ``extra``.
 
-        The same call on every rank; the save may be of any layout. The next steps are those that would have followed
-        it under the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it
-        says so.
+        Call it on all ranks; the save may be of any layout. The next steps are those that would have followed it under
+        the same spec. Raises PlanError on every rank, naming the file; then nothing has changed, unless it says so.
 
-        If the save has no running mean of the weights and the spec asks for one, it begins with the loaded weights:
-        a warning on rank 0 says so. An engine with mode "evaluate" takes the weights alone, of a save with any
-        optimizer; ``averaged``: the save's running mean of them (``optimizer.ema``).
+        If the spec has a running mean of the weights and the save has none, the mean starts from the loaded weights,
+        with a warning on rank 0. An engine with mode "evaluate" loads the weights alone, of a save with any optimizer;
+        ``averaged``: the save's running mean of them (``optimizer.ema``).
         """
         running = self.running
         self._weights.need_own("load")
@@ -89,8 +88,8 @@ class EngineSaves:
         ``names``: "hf", the tensors and names of the directory that was loaded, else those of transformers' own
         ``save_pretrained``; "model", those of the model.
 
-        The same call on every rank; rank 0 writes, one tensor at a time. An existing directory is replaced entirely,
-        so a run that is killed leaves the old one or the new. Raises PlanError on every rank.
+        Call it on all ranks; rank 0 writes, one tensor at a time. An existing directory is replaced atomically: a
+        killed run leaves the old one or the new one. Raises PlanError on every rank.
         """
         self._save_hub(directory, max_shard_bytes=max_shard_bytes, names=names, merged=False)
 
@@ -110,7 +109,7 @@ class EngineSaves:
         """Write peft's own files: ``adapter_model.safetensors`` and ``adapter_config.json``, as peft's
         ``save_pretrained`` in one process writes them. Adapters other than ``default`` have subdirectories.
 
-        The same call on every rank; rank 0 writes. Each adapter is replaced atomically. Raises PlanError on every rank.
+        Call it on all ranks; rank 0 writes. Each adapter is replaced atomically. Raises PlanError on every rank.
         """
         adapted_in(self.running.plan.hub)
         self._weights.ready()

@@ -1,9 +1,9 @@
-"""Weights of an engine as a stream, to a function, a directory, or a loop: full tensors on rank 0, bucket after bucket,
+"""Streams the weights of an engine to a function, a directory or a loop: full tensors on rank 0, bucket by bucket,
 under the names of files or of the model.
 
-    for each bucket:   the ranks that hold shards → rank 0 → its reader        then its memory is free
+    for each bucket:   the ranks that hold shards → rank 0 → its reader        then its memory is freed
 
-No rank ever holds a second full copy: rank 0 makes a bucket when its reader asks for it, and the others send then.
+No rank ever holds a second full copy: rank 0 makes a bucket on request of its reader, and only then the others send.
 """
 
 import json
@@ -23,7 +23,7 @@ from planner.capture.model.hub_format import in_its_dtype
 from planner.files.atomic import name_beside, write_whole
 from planner.files.text import writing
 from runtime.checkpoint.atomic_directory import FIX, sync
-from runtime.checkpoint.hub_tensors import Entry, check_names, file_name, filled, made_tensor
+from runtime.checkpoint.hub_tensors import Entry, by_any_name, check_names, file_name, filled, gathered
 from runtime.checkpoint.merged import Outgoing, outgoing
 from runtime.checkpoint.pretrained_save import index_of, is_weights, write_safetensors
 from runtime.checkpoint.safetensors_files import INDEX
@@ -38,7 +38,7 @@ Reader = Callable[[Any], object] | str | PathLike[str]
 
 
 class StreamWarning(UserWarning):
-    """The reader of a stream of weights is gone; training can continue."""
+    """The warning that the reader of a stream of weights has failed; training can continue."""
 
 
 BUCKET_BYTES = 256 << 20
@@ -48,7 +48,7 @@ Bucket = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Stream:
-    """``has_aliases``: a tied tensor comes under each of its names. ``leads``: whether this is rank 0."""
+    """The buckets of a stream. ``has_aliases``: a tied tensor has all its names. ``leads``: whether this is rank 0."""
 
     buckets: list[list[Entry]]
     out: Outgoing
@@ -56,18 +56,13 @@ class Stream:
     leads: bool
 
     def bucket(self, entries: Iterable[Entry], own: Mapping[str, Tensor]) -> Bucket:
-        """The tensors of ``entries`` by name on rank 0; ``{}`` elsewhere."""
-        found: Bucket = {}
-        read = self.out.reader(own)
-        for entry in entries:
-            tensor = made_tensor(entry, read, leads=self.leads)
-            if tensor is not None:
-                found |= dict.fromkeys((entry.name, *(entry.aliases if self.has_aliases else ())), tensor)
-        return found
+        """Return the tensors of ``entries`` by name on rank 0; ``{}`` elsewhere."""
+        named = by_any_name(entries) if self.has_aliases else {entry.name: entry for entry in entries}
+        return gathered(named, self.out.reader(own), named, leads=self.leads)
 
 
 def stream_of(weights: RankWeights, names: str, bucket_bytes: int, *, merged: bool) -> Stream:
-    """The same call on every rank. Raises PlanError for names that this model does not have."""
+    """Return the stream. All ranks must call it. Raises PlanError for names that this model does not have."""
     check_names(names, NAMES)
     if bucket_bytes < 1:
         raise PlanError(f"bucket_bytes is {bucket_bytes}", where="bucket_bytes", fix="give a positive number of bytes")
@@ -83,8 +78,10 @@ def stream_of(weights: RankWeights, names: str, bucket_bytes: int, *, merged: bo
 def reader_to(
     to: object, texts: Mapping[str, Any], num_buckets: int
 ) -> tuple[Callable[[Bucket], object], Callable[[], object]]:
-    """Calls with each bucket, and at the end. Raises PlanError for anything else than a function or a directory, and
-    for one that cannot be written."""
+    """Return functions to call with each bucket, and at the end.
+
+    Raises PlanError if ``to`` is neither a function nor a writable directory.
+    """
     if isinstance(to, (str, PathLike)):
         directory = Directory(Path(cast(Any, to)), texts, num_buckets)
         return directory.take, directory.end
@@ -95,14 +92,14 @@ def reader_to(
 
 
 class Directory:
-    """A file for each bucket, which appears when it is complete; last the index, which a reader may wait for."""
+    """A directory with one file per bucket, written atomically; last the index, which a reader may wait for."""
 
     def __init__(self, directory: Path, texts: Mapping[str, Any], num_buckets: int) -> None:
         self._directory, self._num_buckets = directory, num_buckets
         self._files: dict[str, list[Entry]] = {}
         with self._writing():
             self._directory.mkdir(parents=True, exist_ok=True)
-            for path in sorted(self._directory.iterdir(), key=lambda path: path.name != INDEX):  # the index first
+            for path in sorted(self._directory.iterdir(), key=lambda path: path.name != INDEX):  # first the index
                 if is_weights(path.name):
                     path.unlink()
             for name, content in texts.items():
@@ -128,7 +125,7 @@ class Directory:
 
 
 class EngineStream:
-    """Hands the weights of an engine on while it trains."""
+    """The stream of an engine's weights while it trains."""
 
     def __init__(self, running: Running, weights: EngineWeights) -> None:
         self.running, self._weights, self._groups = running, weights, running.groups
@@ -146,11 +143,11 @@ class EngineStream:
     def stream_weights(
         self, to: Reader | None = None, *, names: str = "hf", merged: bool = False, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[Bucket] | bool:
-        """Full tensors, in buckets of ``bucket_bytes``, without a second copy of the model.
+        """Stream full tensors in buckets of ``bucket_bytes``, without a second copy of the model.
 
-        The same call on every rank, between steps; rank 0 has the tensors, on the CPU, the others get empty buckets.
-        ``to``: a function of a bucket; or a directory, which gets a safetensors file for each bucket and last an
-        index. Only rank 0's counts. Left out: an iterator of buckets, for a loop that every rank runs.
+        Call it on all ranks, between steps. Rank 0 gets the tensors, on the CPU; other ranks get empty buckets.
+        ``to``: a function of a bucket, or a directory for a safetensors file per bucket and an index, written last;
+        only rank 0's counts. None: return an iterator of buckets, for a loop that every rank runs.
 
         ``names``: "hf" and "model", those of ``save_pretrained``; "all", the model's, a tied tensor under each of its
         names. ``merged``: the base with the adapters of peft merged into it.
@@ -169,7 +166,7 @@ class EngineStream:
         return stream_of(self.running.weights, names, bucket_bytes, merged=merged)
 
     def _iterated(self, stream: Stream) -> Iterator[Bucket]:
-        """Buckets until the loop ends; after an early end on this rank it still sends its shards."""
+        """Yield buckets until the loop ends; after an early end on this rank, it still sends its shards."""
         step, rest = self.running.step_index, list(stream.buckets)
         try:
             while rest:
@@ -204,8 +201,9 @@ class EngineStream:
 
 
 class Reading:
-    """Whether the reader on rank 0 still takes buckets: after an error it is not called again. ``refused``: the error
-    of a directory that cannot be written, or of another bad target."""
+    """The state of the reader on rank 0: after an error it is not called again. ``refused``: a PlanError, as of a
+    directory that cannot be written.
+    """
 
     def __init__(self, is_rank_0: bool) -> None:
         self.is_on = is_rank_0
@@ -218,7 +216,7 @@ class Reading:
             step(*bucket)
         except PlanError as error:
             self.is_on, self.refused = False, error
-        except Exception as error:  # of the reader's own, of any kind
+        except Exception as error:  # any error of the user's reader
             self.is_on = False
-            told = f"the reader of the weights is gone, training continues: {first_line(error)}"
-            warnings.warn(told, StreamWarning, stacklevel=2)
+            text = f"the reader of the weights is gone, training continues: {first_line(error)}"
+            warnings.warn(text, StreamWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The end of a step: the update, and its report. Values that ranks share travel in the reduction of the norm.
+"""The end of a step: the update and its report. Values that ranks share are summed in the all-reduce of the norm.
 
 norm | loss | rows of each expert | notes of each rank      one all-reduce over all ranks
 """
@@ -25,7 +25,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class Update:
-    """Updates of one rank. Owns: the learning rate, and the notes of this rank for the others."""
+    """The updates of one rank. Owns the learning rate, and the notes of this rank for the others."""
 
     def __init__(self, running: Running, waits: Waits) -> None:
         self._waits, self._experts = waits, running.plan.experts
@@ -35,16 +35,18 @@ class Update:
         self._notes = Notes(running.plan.mesh, running.groups.rank, running.groups.device)
 
     def turn_to(self, program: RankProgram, decisions: Decisions) -> None:
-        """The stages of the next step, which count rows of experts."""
+        """Set the stages of the next step, which count rows of experts."""
         self._load, self._limits, self._layers = program.load, decisions.load().limits, decisions.experts.layers
 
     def take(self, batch: Mapping[str, Tensor], *, is_local: bool) -> None:
-        """The batch of the next update, which is to be the same on all ranks."""
+        """Note the batch of the next update, which must be the same on all ranks."""
         self._notes.take(batch, is_local=is_local)
 
     def run(self, step: int, loss: Tensor, clock: StepClock | None) -> StepReport:
-        """``loss``: this rank's addend. Raises PlanError on every rank if their batches differ; on a GPU, which is
-        not waited for, reading the report raises it. Nothing is updated then."""
+        """Update and return the report. ``loss``: this rank's addend.
+
+        Raises PlanError on every rank if batches differ, and then updates nothing; on a GPU, reading the report does.
+        """
         rate, scale = self.rate.at(step), self._loss_scale.tensor
         is_on_cpu = self._groups.device.type == "cpu"
         own = (self._waits.usual(), *self._waits.newest(), peak_bytes(self._groups.device))
@@ -77,8 +79,9 @@ class Update:
         return StepReport(result.figures, rate, clock, contents, check, kept_scale)
 
     def _noted(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's addends: to the rows of each expert, which all tp ranks route alike, so one adds them; and to
-        the counts of tokens for experts that may rest."""
+        """Return this rank's addends to the rows of each expert (one of the tp ranks, which route alike, adds them) and
+        to the counts of tokens for experts that may rest.
+        """
         load = self._load
         if load is None:
             return [], []
@@ -88,13 +91,14 @@ class Update:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this rank has held since its process began: of its GPU by PyTorch's allocator, else resident. No
-    device is waited for."""
+    """Return the peak memory of this process: of its GPU by PyTorch's allocator, otherwise resident. Does not wait for
+    the device.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) << 10
-    except (OSError, StopIteration, ValueError):  # another system; there a child may count its parent's memory too
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return found if sys.platform == "darwin" else found << 10
+    except (OSError, StopIteration, ValueError):  # another system, where a child may count its parent's memory too
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most << 10

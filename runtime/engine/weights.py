@@ -1,4 +1,4 @@
-"""The weights of an engine: gathered, loaded from files of the Hub, replaced by their mean for a while."""
+"""The weights of an engine: gathers them, loads them from files of the Hub, exchanges them for their mean."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +21,7 @@ from runtime.weights.sources import ModelWeights, RecordedWeights
 
 
 class EngineWeights:
-    """Owns which parameters still wait for values, and whether the running mean takes the weights' place."""
+    """The weights. Owns the parameters that still wait for values, and whether weights are exchanged for their mean."""
 
     def __init__(self, running: Running, source: ModelWeights, fresh: Fresh) -> None:
         """``source``: of initial values."""
@@ -30,7 +30,7 @@ class EngineWeights:
 
     @shared_call("gather")
     def gather_parameters(self) -> dict[str, Tensor]:
-        """Full parameters on rank 0 (CPU) under every name that the user's model has for them; ``{}`` elsewhere."""
+        """Return full parameters on rank 0 (CPU) under all names in the user's model; ``{}`` elsewhere."""
         self.ready()
         rows, groups, kept = self.running.plan.parameters, self.running.groups, self.running.weights.kept
         unused = broadcast_json(groups, [*kept.parameters])
@@ -40,9 +40,9 @@ class EngineWeights:
 
     @shared_call("gather")
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Full gradients on rank 0 (CPU), before clipping, of every trainable parameter; ``{}`` elsewhere.
+        """Return full gradients of all trainable parameters on rank 0 (CPU), before clipping; ``{}`` elsewhere.
 
-        After ``forward_backward`` and before ``optimizer_step``. Raises PlanError at other times.
+        Call it between ``forward_backward`` and ``optimizer_step``; raises PlanError at other times.
         """
         running = self.running
         need_training(running.mode, "gather_gradients")
@@ -58,11 +58,11 @@ class EngineWeights:
 
     @shared_call("load")
     def load_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Take the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
+        """Load the weights of a Hugging Face directory (config.json and safetensors, one file or an index of several).
 
-        Each rank reads only its slices. The same call on every rank, before the first step: the optimizer's moments and
-        the count of steps stay as they are. If peft has wrapped the model, the directory is its base's, and adapters
-        keep their values. Raises PlanError on every rank, naming file and tensor; then no weight has changed.
+        Call it on all ranks, before the first step: the optimizer's moments and the count of steps are kept. Each rank
+        reads only its slices. If peft has wrapped the model, the directory is its base's, and adapters keep their
+        values. Raises PlanError on every rank, naming file and tensor; then no weight has changed.
         """
         self.need_own("load_pretrained")
         self.running.optimizer.wait_parameters()
@@ -76,11 +76,10 @@ class EngineWeights:
 
     @shared_call("load")
     def load_adapters(self, directory: str | PathLike[str]) -> None:
-        """Take the adapters that ``save_adapters`` or peft wrote. Each rank reads only its slices.
+        """Load the adapters that ``save_adapters`` or peft wrote. Each rank reads only its slices.
 
-        The same call on every rank, before the first step: the optimizer's moments and the count of steps stay as they
-        are. Raises PlanError on every rank, for adapters of another base or another config too; then no weight has
-        changed.
+        Call it on all ranks, before the first step: the optimizer's moments and the count of steps are kept. Raises
+        PlanError on every rank, also for adapters of another base or config; then no weight has changed.
         """
         adapted_in(self.running.plan.hub)
         self.need_own("load_adapters")
@@ -90,11 +89,11 @@ class EngineWeights:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the weights are their running mean (``optimizer.ema``, or that of a schedule-free rule), to evaluate,
-        score, gather or ``save_pretrained``; training, saving and loading are refused inside. Afterwards they are
-        bitwise as before.
+        """Exchange the weights for their running mean (``optimizer.ema``, or that of a schedule-free rule) inside the
+        block, to evaluate, score, gather or ``save_pretrained``; training, saving and loading are refused inside.
+        Afterwards the weights are restored bitwise.
 
-        The same call on every rank. Raises PlanError if the spec has neither.
+        All ranks must call it. Raises PlanError if the spec has no mean.
         """
         need_training(self.running.mode, "averaged_weights")
         if self.running.optimizer.average is None:
@@ -105,7 +104,7 @@ class EngineWeights:
         self._is_averaged = True
         try:
             yield
-        except BaseException:  # of this rank alone, perhaps: the next call of all changes them back
+        except BaseException:  # perhaps on this rank alone: the next call of all ranks restores the weights
             self._is_exchange_due = True
             raise
         else:
@@ -129,7 +128,7 @@ class EngineWeights:
         self.initialise()
 
     def initialise(self) -> None:
-        """Initial values for the parameters that still wait for some."""
+        """Draw initial values of the parameters that still wait for them."""
         if self._fresh:
             source = self._source
             if isinstance(source, RecordedWeights) and any(source.waits_for_base(p.fqn) for _, p in self._fresh):
@@ -142,12 +141,12 @@ class EngineWeights:
             self.running.optimizer.sync_main_from_parameters()
 
     def loaded(self) -> None:
-        """All of them have the values of a save."""
+        """Note that all parameters have the values of a save."""
         self._fresh = []
 
     @contextmanager
     def own(self) -> Iterator[Mapping[str, Tensor]]:
-        """This rank's parts of parameters; of a tied weight's copies any, they are equal."""
+        """Yield this rank's parts of parameters by name; copies of a tied weight are equal."""
         tensors = {p.fqn: parameter.data for p, parameter in parameters_of(self.running.program)}
         with self._opened() as opened:
             yield OwnParameters(tensors, opened)
@@ -165,7 +164,7 @@ class EngineWeights:
             self._exchange_average()
 
     def _take_rest(self, found: frozenset[str], read: Callable[[str], Tensor]) -> None:
-        """Initial values for the parameters that files of a base do not hold, and for those that peft made of it."""
+        """Draw initial values of the parameters that a base's files lack, and those that peft computes from them."""
         source = self._source
         if not isinstance(source, RecordedWeights):
             self._fresh = [held for held in self._fresh if held[1].fqn not in found]
@@ -180,7 +179,7 @@ class EngineWeights:
 
     @contextmanager
     def _replaced(self) -> Iterator[Opened]:
-        """Inside, weights get values from outside, and afterwards the optimizer has these."""
+        """Run a block that replaces weights, and copy them to the optimizer afterwards."""
         self.running.optimizer.before_overwriting()
         with self._opened(writes=True) as opened:
             yield opened
@@ -188,7 +187,8 @@ class EngineWeights:
         self.running.optimizer.sync_main_from_parameters()
 
     def _opened(self, *, writes: bool = False) -> AbstractContextManager[Opened]:
-        """A call with the name of a parameter brings its weights here, if ranks hold shards of them; ``writes``: they
-        may be replaced. The same calls on all ranks."""
+        """Return a context with a function that gathers a parameter's sharded weights by name, on all ranks together;
+        ``writes``: they may be replaced.
+        """
         unit_of = self.running.plan.to_run()[1].bucket_of(self.running.groups.place)
         return self.running.optimizer.buffers.weights.one_by_one(unit_of, writes=writes)

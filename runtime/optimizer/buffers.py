@@ -86,10 +86,10 @@ class BufferTensors:
 
 
 class _Memory:
-    """The memory of one kind of values of a buffer. ``is_kept``: of all of them; else each bucket has a part of its own
-    for this rank's shard, and full tensors without memory. ``kept``: the tensors that stay.
+    """The memory of one kind of values of a buffer. ``is_kept``: one tensor for all; otherwise each bucket has memory
+    for this rank's shard, and full tensors without memory. ``kept``: the tensors with memory.
 
-    Zeros: padding must not add to norms, nor drift under weight decay.
+    Initialised with zeros: padding must not add to norms, nor drift under weight decay.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, num_elements: int, *, is_kept: bool) -> None:
@@ -98,7 +98,7 @@ class _Memory:
         self.kept = [self._whole] if self._whole is not None else []
 
     def of(self, world: Range, own: Range) -> tuple[Tensor, Tensor]:
-        """Of one bucket: the full tensor and this rank's part."""
+        """Return the full tensor of one bucket and this rank's part."""
         if self._whole is not None:
             return self._whole[world.start : world.stop], self._whole[own.start : own.stop]
         self.kept.append(torch.zeros(len(own), dtype=self._dtype, device=self._device))
@@ -134,8 +134,9 @@ class GradientBuffers:
         chunk_of: Mapping[int, int] | None = None,
         residency: Residency | None = None,
     ) -> None:
-        """``chunk_of``: of each parameter, by its id; left out, 0. ``residency``: when weights of which ranks keep
-        shards are freed; left out, after each use."""
+        """``chunk_of``: by id of a parameter; else 0. ``residency``: when full sharded weights are freed; None: after
+        each use.
+        """
         self.last_microbatch = False
         self.unmixed = Unmixed()
         self.launches: list[tuple[int, int]] = []
@@ -194,9 +195,9 @@ class GradientBuffers:
             slot.is_fresh = False
 
     def add_in_graphs(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From the next step on, graphs add the gradients of these, and ``arrived`` is called for each."""
-        found = {self._slot_of[id(p)].local.fqn: self._slot_of[id(p)] for p in parameters}
-        self._in_graphs = list(found.values())
+        """Let graphs add the gradients of these from the next step on; ``arrived`` is called for each."""
+        slots = {self._slot_of[id(p)].local.fqn: self._slot_of[id(p)] for p in parameters}
+        self._in_graphs = list(slots.values())
 
     def finish_grad_sync(self) -> None:
         """Reduce the buckets that have not started, with zeros for parameters without a gradient, and wait for all.
@@ -224,15 +225,13 @@ class GradientBuffers:
                 self._gathers[place[0], place[1]] = work
 
     def wait_bucket(self, buffer: int, bucket: int) -> None:
-        """Return when the parameters of one bucket are here."""
+        """Wait for the parameters of one bucket."""
         work = self._gathers.pop((buffer, bucket), None)
         if work is not None:
             work.wait()
 
     def wait_parameters(self) -> None:
-        """Return when the parameters of the last update are all here, but those that ranks keep shards of: call it
-        before they are read.
-        """
+        """Wait for all parameters of the last update, except sharded ones: call it before they are read."""
         for place in list(self._gathers):
             self.wait_bucket(*place)
 
@@ -263,7 +262,7 @@ class GradientBuffers:
         self._watched.append(alias)  # keeps its id unique
 
     def place_of(self, parameter: Tensor) -> ParameterPlace | None:
-        """The memory to which products add the gradients of ``parameter``; None if autograd accumulates them."""
+        """Return the memory to which products add gradients of ``parameter``; None if autograd accumulates them."""
         return None if self._is_deaf else self._places.get(id(parameter))
 
     def expect(self, contributions: Mapping[int, int]) -> None:
@@ -274,7 +273,7 @@ class GradientBuffers:
         self.begin_step()
 
     def arrived(self, parameter: Tensor) -> None:
-        """A contribution to a parameter's gradient of this microbatch is in its buffer."""
+        """Note that a contribution to a parameter's gradient of this microbatch is in its buffer."""
         if not self.scattered and not self.last_microbatch:
             return
         bucket = self._slot_of[id(parameter)].bucket
@@ -303,9 +302,7 @@ class GradientBuffers:
 
 
 def _entries(parameters: Iterable[tuple[LocalParameter, nn.Parameter]], names: Collection[str]) -> list[_Entry]:
-    """Parameters of these names, each module parameter once, with their positions in the backward (the reverse
-    order).
-    """
+    """Return the parameters of these names, each module parameter once, with positions in the (reversed) backward."""
     laid_out = [(local, p) for local, p in parameters if local.fqn in names]
     entries: dict[int, _Entry] = {}
     for place, (local, parameter) in enumerate(laid_out):
@@ -323,7 +320,7 @@ def _rebase(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
 
 
 def _gradient_came(buffers: ref[GradientBuffers], slot: ref[ParameterSlot], parameter: Tensor) -> None:
-    """The hook of a parameter, which may outlive the buffers."""
+    """Handle a gradient: the hook of a parameter, which may outlive the buffers."""
     owner, place = buffers(), slot()
     if owner is not None and place is not None:
         owner._on_gradient(place, parameter)

@@ -1,13 +1,13 @@
-"""Update rules on flat shards, parts of which may be skipped: expert weights without tokens in a step, and weights that
-only the model's own loss reads in a step with another, keep their value, moments and count of updates, like a parameter
-with gradient None in torch.
+"""Update rules on flat shards, parts of which may rest in a step: weights of experts without tokens, and weights that
+only the model's own loss reads, if the step has another loss. They keep their values, moments and number of updates,
+like a parameter with gradient None in torch.
 
     main       |     of all     | expert 3 | of all | expert 4 |
     count      |     the shard's        own            own     |
 
-A kernel (runtime.optimizer.rules) does the arithmetic. Whether a part rests is known on the device, where it is read.
-A rule of whole matrices has two kernels: between them the updates, which take the place of the gradients, are exchanged
-for their orthogonal factors (runtime.optimizer.matrices).
+A kernel (runtime.optimizer.rules) does the arithmetic. Whether a part rests is known only on the device.
+A rule of whole matrices has two kernels: between them the updates, which replace the gradients, are exchanged for their
+orthogonal factors (runtime.optimizer.matrices).
 """
 
 import inspect
@@ -22,14 +22,15 @@ from planner.spec.update_rules import PREFIX, arguments_of, class_of
 from planner.updates import Settings
 from runtime.optimizer.matrices import BucketExchange, orthogonalise
 from runtime.optimizer.rules import AFTER_EXCHANGE, KERNELS, Kernel, Update
+from runtime.optimizer.slots import between
 
 OWN_LOSS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """Elements start to stop of a shard, which hold (some of) the parameter ``fqn``; it rests (is not updated) if all
-    of the figures ``asked`` are zero; with OWN_LOSS among them also in a step with another loss than the model's.
+    """Elements start to stop of a shard, which belong to the parameter ``fqn``. It rests (is not updated) if all of the
+    figures ``asked`` are zero; with OWN_LOSS among them also in a step with another loss than the model's.
     """
 
     fqn: str
@@ -49,9 +50,8 @@ class SettingsRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:
-    """A flat ``main`` tensor, with its gradient in ``.grad``. ``moments``: the kinds of values that its rule keeps.
-    ``parts`` may rest, ``runs`` have settings of their own: each in order and disjoint. ``exchange``: of a rule of
-    matrices.
+    """A flat ``main`` tensor, with its gradient in ``.grad``. ``moments``: the kinds of moments of its rule. ``parts``
+    may rest, ``runs`` have their own settings: both in order and disjoint. ``exchange``: for a rule of matrices.
     """
 
     main: Tensor
@@ -64,7 +64,7 @@ class FlatShard:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Elements of shards that are updated together: ``count`` of their updates, ``rests``: 1 if nothing changes."""
+    """Elements of shards that are updated together. ``count``: of their updates; ``rests``: 1 if nothing changes."""
 
     runs: Sequence[tuple[FlatShard, tuple[int, int]]]
     count: Tensor
@@ -72,11 +72,10 @@ class _Batch:
 
 
 class FlatOptimizer:
-    """Owns of each shard its moments, ``state`` by main tensor, and in one tensor the counts of updates: of all shards,
-    then of each group of parts that rest together. All of it lies before the first step's activations.
+    """The optimizer of flat shards. Owns their moments, ``state`` by main tensor, and one tensor of update counts: of
+    all shards, then of each group of parts that rest together. All are allocated before the first step's activations.
 
-    ``settings``: of all elements that have none of their own. ``of_own_loss``: whether gradients are those of the
-    model's own loss.
+    ``settings``: for all elements without their own. ``of_own_loss``: whether gradients are of the model's own loss.
     """
 
     def __init__(self, shards: Sequence[FlatShard], settings: Settings) -> None:
@@ -88,12 +87,12 @@ class FlatOptimizer:
                 self._groups.setdefault(part.asked, []).append((shard, part))
         device = self.shards[0].main.device
         self._counts = torch.zeros(1 + len(self._groups), device=device)
-        # on the device before the first step: to put them there the host would wait for it
+        # copied to the device before the first step: the host waits for the copy
         counted = [[figure for figure in asked if figure != OWN_LOSS] for asked in self._groups]
         self._figures = [torch.tensor(figures, dtype=torch.int64, device=device) for figures in counted]
 
     def begin(self, updates: int = 0, updates_of: Mapping[str, int] | None = None) -> None:
-        """Moments of zero and counts of ``updates``; ``updates_of`` by name, for parameters with other counts."""
+        """Zero the moments and set the counts to ``updates``; ``updates_of``: by name, for other counts."""
         for state in self.state.values():
             for moment in state.values():
                 moment.zero_()
@@ -101,15 +100,16 @@ class FlatOptimizer:
         self._counts.copy_(torch.tensor([updates, *own]))
 
     def updates(self) -> tuple[int, dict[str, int]]:
-        """The number of updates that were not skipped, and of each parameter that may rest, and lies here, its own: one
-        wait for the device."""
+        """Return the number of updates that were not skipped, and the numbers of parameters on this rank that may rest,
+        by name. Waits for the device once.
+        """
         updates, *own = map(int, self._counts.tolist())
         counts = dict(zip(self._groups, own, strict=True))
         return updates, {part.fqn: counts[part.asked] for shard in self.shards for part in shard.parts}
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
-        """Gradients are divided by ``grad_scale`` (float32); nothing changes if ``found_inf`` (float32) is 1.
+        """Update; gradients are divided by ``grad_scale`` (float32), nothing changes if ``found_inf`` (float32) is 1.
 
         ``asked`` [figures]: the step's row counts, to which parts refer.
         """
@@ -126,8 +126,12 @@ class FlatOptimizer:
                 self._run(batch, AFTER_EXCHANGE, lr, None)
 
     def _batches(self, found_inf: Tensor, asked: Tensor | None) -> Iterator[_Batch]:
-        """First all that never rests, then each group of parts that rest together."""
-        runs = [(shard, run) for shard in self.shards for run in _between(shard.parts, len(shard.main))]
+        """Yield the elements that never rest, then each group of parts that rest together."""
+        runs = [
+            (shard, run)
+            for shard in self.shards
+            for run in between(((part.start, part.stop) for part in shard.parts), len(shard.main))
+        ]
         yield _Batch(runs, self._counts[0], found_inf)
         for number, (conditions, own) in enumerate(self._groups.items()):
             rests, figures = found_inf, self._figures[number]
@@ -141,7 +145,7 @@ class FlatOptimizer:
             yield _Batch(runs, self._counts[1 + number], rests)
 
     def _run(self, batch: _Batch, kernels: Mapping[str, Kernel], lr: float, grad_scale: Tensor | None) -> None:
-        """One call of a kernel for all elements of equal settings, if there is one for their rule."""
+        """Call a kernel once for all elements with equal settings, if there is one for their rule."""
         by_settings: dict[Settings, tuple[dict[str, list[Tensor]], list[Tensor]]] = {}
         for shard, within in batch.runs:
             assert shard.main.grad is not None, "a shard has a gradient"
@@ -160,7 +164,7 @@ class FlatOptimizer:
             kernel(Update(settings, columns, counts, lr * factor, grad_scale, batch.rests))
 
     def settings_of(self, shard: FlatShard, start: int, stop: int) -> Iterator[tuple[int, int, Settings]]:
-        """The elements start to stop of a shard, by their settings."""
+        """Yield (start, stop, settings) of the elements start to stop of a shard."""
         at, base = start, replace(self.settings, rule=shard.rule)
         for run in shard.runs:
             first, last = max(run.start, at), min(run.stop, stop)
@@ -180,24 +184,18 @@ def kernel_of(rule: str, kernels: Mapping[str, Kernel]) -> Kernel | None:
     return kernels.get(rule)
 
 
-def _between(parts: Sequence[ShardPart], size: int) -> list[tuple[int, int]]:
-    """The runs of a shard of ``size`` elements that are of no part."""
-    edges = [0, *(edge for part in sorted(parts, key=lambda p: p.start) for edge in (part.start, part.stop)), size]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
-
-
 def torch_kernel(update: Update) -> None:
-    """One update of all tensors. If it is skipped, values and moments become those of before it again."""
+    """Update all tensors with a class of torch.optim. If the update is skipped, values and moments are restored."""
     s, columns, skips = update.settings, update.columns, update.found_inf.bool()
-    made: Any = class_of(s.rule)
+    kind: Any = class_of(s.rule)
     options: dict[str, Any] = arguments_of(s.rule, s.weight_decay, s.options)
     kept = {name: [x.clone() for x in column] for name, column in columns.items() if name != "grad"}
     values = columns["value"]
-    if values[0].is_cuda and "capturable" in inspect.signature(made).parameters:
-        options["capturable"] = True  # a count on the device stays there
+    if values[0].is_cuda and "capturable" in inspect.signature(kind).parameters:
+        options["capturable"] = True  # the count stays on the device
     for value, grad in zip(values, columns["grad"], strict=True):
         value.grad = grad if update.grad_scale is None else grad / update.grad_scale.to(grad.dtype)
-    optimizer = made(values, lr=update.lr, **options)
+    optimizer = kind(values, lr=update.lr, **options)
     for index, (value, step) in enumerate(zip(values, update.steps, strict=True)):
         moments = {name: column[index] for name, column in columns.items() if name not in ("value", "grad")}
         optimizer.state[value] = {"step": step, **moments}

@@ -59,21 +59,21 @@ def size_and_rank(group: Any) -> tuple[int, int]:
 
 
 def in_common_order(axes: Iterable[tuple[str, ...]]) -> list[str]:
-    """Each axis once, in an order that all ranks agree on though they hold different buffers: no cycle of waits."""
+    """Return each axis once, in an order that is equal on all ranks, though they hold different buffers."""
     return sorted({axis for of_shard in axes for axis in of_shard}, key=SUMS.index)
 
 
 def tied_order(shard: MainShard) -> tuple[Any, ...]:
-    """Among tied buffers the same order on all stages; the sort keeps the order of the others."""
+    """Return a sort key that orders tied buffers equally on all stages; a stable sort keeps the order of others."""
     planned = shard.bucket.planned
     sums = (planned.reduced_over, planned.partial_over, planned.has_whole_segment)
     return (planned.tied_stages, str(planned.dtype), *sums) if planned.tied_stages else ((),)
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor in float64, without a float64 copy of it.
+    """Return the sum of squares of a flat tensor in float64, without a float64 copy of it.
 
-    torch's float32 norm of 40 M elements is wrong by 0.3 % on a CPU: it adds them one after another.
+    torch's float32 norm of 40 M elements is off by 0.3 % on a CPU: it sums them sequentially.
     """
     size = values.numel() - values.numel() % _NORM_CHUNK
     chunks = torch.linalg.vector_norm(values[:size].view(-1, _NORM_CHUNK), dim=1)
@@ -82,7 +82,7 @@ def squared_norm(values: Tensor) -> Tensor:
 
 
 def whole_elements(local: LocalParameter, size: int) -> Tensor:
-    """A flat mask of the local tensor: True if it is in a segment that is replicated over its axis."""
+    """Return a flat mask of the local tensor: True in segments that are replicated over its axis."""
     mask = torch.zeros(local.shape, dtype=torch.bool)
     for start, stop in local.whole_runs(size):
         mask.narrow(local.placement.dim, start, stop - start).fill_(True)
@@ -90,7 +90,7 @@ def whole_elements(local: LocalParameter, size: int) -> Tensor:
 
 
 def merged_runs(runs: Iterable[tuple[int, int, bool]]) -> tuple[tuple[int, int], ...]:
-    """Counted runs, joined over the (zero) padding between neighbours."""
+    """Return the counted runs, joined over the (zero) padding between neighbours."""
     merged: list[tuple[int, int]] = []
     continues = False
     for start, stop, is_counted in runs:
@@ -103,46 +103,41 @@ def merged_runs(runs: Iterable[tuple[int, int, bool]]) -> tuple[tuple[int, int],
 
 
 class WeightAverage:
-    """Owns the mean of each shard, in the shard's dtype. ``mains``: the shards, in one order."""
+    """The mean of each shard, in the shard's dtype. ``mains``: the shards. ``held``: the memory of the means."""
 
     def __init__(self, mains: Sequence[Tensor], decay: float) -> None:
         self._mains, self._decay = list(mains), decay
-        self.shards = [main.detach().clone() for main in mains]
-
-    @property
-    def held(self) -> Sequence[Tensor]:
-        """The memory of all means."""
-        return self.shards
+        self.held = [main.detach().clone() for main in mains]
 
     def of(self, index: int) -> Tensor:
-        """The mean of one shard."""
-        return self.shards[index]
+        """Return the mean of one shard."""
+        return self.held[index]
 
     def start(self) -> None:
-        """Begin with the weights as they are now."""
-        for average, main in zip(self.shards, self._mains, strict=True):
+        """Begin with the current weights."""
+        for average, main in zip(self.held, self._mains, strict=True):
             average.copy_(main)
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """After an update; ``found_inf`` (on the device) is 1 if it was skipped: then nothing changes."""
+        """Update the means after a step; ``found_inf`` (on the device) is 1 if it was skipped: then nothing changes."""
         share = (1.0 - self._decay) * (1.0 - found_inf.to(torch.float64))
-        for average, main in zip(self.shards, self._mains, strict=True):
+        for average, main in zip(self.held, self._mains, strict=True):
             average.add_((main - average).mul_(share))
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Weights and means change places; again: back, bitwise."""
-        for average, main in zip(self.shards, self._mains, strict=True):
+        """Exchange weights and means; a second call restores both bitwise."""
+        for average, main in zip(self.held, self._mains, strict=True):
             kept = main.clone()
             main.copy_(average)
             average.copy_(kept)
 
 
 class ScheduleFreeMean:
-    """The mean that a schedule-free rule evaluates, made of each shard and its distances when it is asked for.
+    """The mean that a schedule-free rule evaluates, computed from a shard and its distances on request.
 
-    ``optimizer``: of the shards, None on a rank without any.
+    ``optimizer``: of the shards; None on a rank without shards.
     """
 
     held: Sequence[Tensor] = ()  # no memory of its own
@@ -153,27 +148,27 @@ class ScheduleFreeMean:
         self._kept: list[Tensor] = []
 
     def start(self) -> None:
-        """Nothing: it begins with the weights where the distances are zero."""
+        """Do nothing: where the distances are zero, the mean is the weights."""
 
     def update(self, found_inf: Tensor) -> None:
-        """Nothing: the rule has moved the weights and the distances."""
+        """Do nothing: the rule has moved the weights and the distances."""
 
     def of(self, index: int) -> Tensor:
-        """Of one shard, as a new tensor."""
+        """Return the mean of one shard, as a new tensor."""
         assert self._optimizer is not None, "a shard has an optimizer"
         shard = self._shards[index]
         main, distance = shard.main, self._optimizer.state[shard.main].get("distance")
-        made = main.detach().clone()
+        mean = main.detach().clone()
         if distance is None:
-            return made
+            return mean
         for start, stop, settings in self._optimizer.settings_of(shard, 0, len(main)):
             if settings.rule in MEAN_RULES:
-                made[start:stop] = mean_of(main[start:stop], distance[start:stop], settings)
-        return made
+                mean[start:stop] = mean_of(main[start:stop], distance[start:stop], settings)
+        return mean
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Weights and means change places; again: back, bitwise."""
+        """Exchange weights and means; a second call restores the weights bitwise."""
         mains, before = [shard.main for shard in self._shards], self._kept
         means = before or [self.of(index) for index in range(len(mains))]
         self._kept = [] if before else [main.detach().clone() for main in mains]

@@ -71,7 +71,7 @@ class BucketExchange:
         return self._exchange(packed, self._sent, self._received)
 
     def orthogonalised(self, gathered: Tensor) -> Tensor:
-        """The parts of all ranks, in the same order, of the matrices' orthogonal factors."""
+        """Return the parts of all ranks, in the same order, of the matrices' orthogonal factors."""
         whole = {index: gathered.new_empty(shape) for index, shape in self._shapes.items()}
         for sent, part in self._parts(gathered, self._received):
             target = whole[sent.index][sent.place]
@@ -82,11 +82,11 @@ class BucketExchange:
         return torch.cat(parts) if parts else gathered
 
     def scatter(self, parts: Tensor) -> tuple[Tensor, Any]:
-        """Start to send them back."""
+        """Start to send the parts back to their ranks."""
         return self._exchange(parts, self._received, self._sent)
 
     def put(self, scattered: Tensor, update: Tensor, adjust_lr: str) -> None:
-        """Write them in the places of ``update`` that they came from, times the factor of the learning rate."""
+        """Write the parts to their places in ``update``, times the factor of the learning rate."""
         for sent, part in self._parts(scattered, self._sent):
             target = _view(update, sent)
             target.copy_(part.view(target.shape)).mul_(_adjust_lr(1.0, adjust_lr, self._all_shapes[sent.index]))
@@ -107,7 +107,7 @@ class BucketExchange:
 
 
 def orthogonalise(pairs: Sequence[tuple[BucketExchange, Tensor]], adjust_lr: str) -> None:
-    """In place: of the matrices in the updates, flat shards of buckets, their orthogonal factors."""
+    """Replace the matrices in the updates, flat shards of buckets, by their orthogonal factors, in place."""
     going = [exchange.gather(update) for exchange, update in pairs[:1]]
     back: tuple[BucketExchange, Tensor, Tensor, Any] | None = None
     for number, (exchange, update) in enumerate(pairs):

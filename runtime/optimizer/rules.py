@@ -67,7 +67,7 @@ def _adam(call: Callable[..., None]) -> Kernel:
 
 
 def _sgd(update: Update) -> None:
-    """A momentum of zero is the first one of torch, as gradients are not damped."""
+    """Run torch's kernel. Its first momentum, the gradient, equals that from a zero buffer, since dampening is 0."""
     s, columns = update.settings, update.columns
     buffers: list[Any] = columns.get("momentum_buffer") or [None] * len(columns["value"])
     options = update.fused | {"momentum": s.momentum, "nesterov": s.nesterov, "dampening": 0.0}
@@ -75,7 +75,7 @@ def _sgd(update: Update) -> None:
 
 
 def _lion(update: Update) -> None:
-    """Chen et al. 2023, algorithm 2."""
+    """Run algorithm 2 of Chen et al. 2023."""
     (first, second), skips, lr = update.settings.betas, update.found_inf.bool(), update.lr
     for value, grad, mean in update.rows("exp_avg"):
         change = (mean * first + grad * (1 - first)).sign_()
@@ -84,7 +84,7 @@ def _lion(update: Update) -> None:
 
 
 def _adagrad(update: Update) -> None:
-    """As torch's, without a decay of the learning rate."""
+    """Update as torch's Adagrad, without a decay of the learning rate."""
     s, skips = update.settings, update.found_inf.bool()
     for value, grad, total in update.rows("sum"):
         decayed = grad + s.weight_decay * value
@@ -94,7 +94,7 @@ def _adagrad(update: Update) -> None:
 
 
 def _muon_update(update: Update) -> None:
-    """Before the exchange: the gradient becomes the update, a mean of gradients (Jordan et al. 2024)."""
+    """Replace gradients by updates, means of gradients, before the exchange (Jordan et al. 2024)."""
     s, skips = update.settings, update.found_inf.bool()
     for target, (_, grad, mean) in zip(update.columns["grad"], update.rows("momentum_buffer"), strict=True):
         mean.copy_(torch.where(skips, mean, mean.lerp(grad, 1 - s.momentum)))
@@ -102,22 +102,22 @@ def _muon_update(update: Update) -> None:
 
 
 def _muon_step(update: Update) -> None:
-    """After it: by the orthogonal factors, with the matrices' factors of the learning rate in them."""
+    """Step by the orthogonal factors after the exchange; they contain the matrices' factors of the learning rate."""
     skips, lr = update.found_inf.bool(), update.lr
     for value, change in zip(update.columns["value"], update.columns["grad"], strict=True):
         value.copy_(torch.where(skips, value, value * (1 - lr * update.settings.weight_decay) - lr * change))
 
 
 def mean_of(value: Tensor, distance: Tensor, s: Settings) -> Tensor:
-    """x, of y and z - y."""
+    """Return x, from y and z - y."""
     return value - distance * ((1 - s.betas[0]) / s.betas[0])
 
 
 def schedule_free(update: Update) -> None:
     s, lr, skips = update.settings, update.lr, update.found_inf.bool()
     (first, second), columns = s.betas, (update.columns[name] for name in _COLUMNS)
-    for value, given, square, distance, step in zip(*columns, update.steps, strict=True):
-        grad = given if update.grad_scale is None else given / update.grad_scale
+    for value, scaled, square, distance, step in zip(*columns, update.steps, strict=True):
+        grad = scaled if update.grad_scale is None else scaled / update.grad_scale
         count = step.double() + 1
         share = newest_share(count, s.warmup)
         mean = square * second + grad * grad * (1 - second)
@@ -129,7 +129,7 @@ def schedule_free(update: Update) -> None:
 
 
 def newest_share(count: Tensor, warmup: int) -> Tensor:
-    """c of update ``count``, from 1: lr² over the sum of all lr² so far, for a constant behind a linear warm-up."""
+    """Return c of update ``count`` (from 1): lr² over the sum of all lr², for a constant rate after a warm-up."""
     if warmup < 2:
         return 1 / count
     rising = 6 * count / ((count + 1) * (2 * count + 1))

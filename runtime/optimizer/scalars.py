@@ -38,9 +38,8 @@ GROWTH_INTERVAL = 2000  # good steps after which the scale doubles
 
 
 class LearningRate:
-    """The rate of each step by a spec. Owns the user's function, if the schedule is one: PlanError if it is bad.
-
-    ``fixed``: a rate in place of the schedule's, None for none.
+    """The rate of each step by a spec. ``fixed``: a rate in place of the schedule's. Raises PlanError for a user's
+    function that is not valid.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
@@ -49,7 +48,7 @@ class LearningRate:
         self._own = RateFunction(spec.schedule.kind) if is_named(spec.schedule.kind) else None
 
     def at(self, step: int) -> float:
-        """The rate of update number ``step``, from 0."""
+        """Return the rate of update number ``step`` (from 0). Raises PlanError for steps: auto without a run."""
         if self.fixed is not None:
             return self.fixed
         if self._own is not None:
@@ -61,7 +60,7 @@ class LearningRate:
 
 
 def scheduled(step: int, lr: float, schedule: LearningRateSpec) -> float:
-    """The rate of update number ``step`` (from 0). After ``steps`` updates a decay has reached ``min_lr`` and stays."""
+    """Return the rate of update number ``step`` (from 0). A decay ends at ``min_lr`` after ``steps`` updates."""
     kind, warmup, least = schedule.kind, schedule.warmup, schedule.min_lr
     if step < warmup:
         return lr * (step + 1) / warmup
@@ -77,9 +76,9 @@ def scheduled(step: int, lr: float, schedule: LearningRateSpec) -> float:
 
 
 class LossScale:
-    """``tensor`` (float32, no dims) multiplies the loss's gradient; None if nothing is scaled.
+    """The loss scale. ``tensor`` (float32, no dims) multiplies the loss's gradient; None if nothing is scaled.
 
-    Owns: the scale, and if it is dynamic the count of good steps.
+    Owns the scale and, if it is dynamic, the number of good steps.
     """
 
     def __init__(self, precision: PrecisionSpec, device: torch.device) -> None:
@@ -97,7 +96,7 @@ class LossScale:
         return 1.0 if self.tensor is None else float(self.tensor)
 
     def update(self, found_inf: Tensor) -> None:
-        """After each update. ``found_inf``: 1.0 (float32) if it was skipped, else 0.0."""
+        """Adapt the scale after an update. ``found_inf``: 1.0 (float32) if it was skipped, else 0.0."""
         if self.tensor is not None and self.is_dynamic:
             self._before.copy_(self.tensor)
             torch._amp_update_scale_(self.tensor, self.num_good, found_inf, 2.0, 0.5, GROWTH_INTERVAL)

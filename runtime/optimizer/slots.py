@@ -28,9 +28,9 @@ from planner.sharding.buffers import Buffer
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """The ranks that share the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), else all.
+    """The ranks that share the buffers. ``sharded``: each rank owns 1/size of every bucket (ZeRO-1), otherwise all.
 
-    ``of_weights``: the same ranks, for gathers that products wait for; ``group`` if there is no other.
+    ``of_weights``: a group of the same ranks for all-gathers that products wait for; ``group`` without one.
     """
 
     group: Any = None
@@ -50,7 +50,7 @@ class DataParallel:
 
 @dataclass
 class ParameterSlot:
-    """A parameter's place: one view for its gradient, and the module parameters (several if tied) that feed it."""
+    """The place of a parameter: the view for its gradient, and the module parameters (several if tied) with it."""
 
     local: LocalParameter
     parameters: list[nn.Parameter]
@@ -61,7 +61,7 @@ class ParameterSlot:
     is_fresh: bool = True  # no gradient yet in this step
 
     def take(self) -> bool:
-        """A gradient is coming: whether it is the first of the step, to be written and not added."""
+        """Return whether the next gradient is the first of the step, which is written instead of added."""
         assert not self.bucket.is_reducing, f"a gradient of {self.local.fqn} came after the reduction of its bucket"
         is_first, self.is_fresh = self.is_fresh, False
         if is_first and self.bucket.planned.scatters:
@@ -73,10 +73,9 @@ class ParameterSlot:
 class BucketTensors:
     """The tensors of one bucket of a ``planned`` buffer: full ones, and the part (``own_…``) that this rank owns.
 
-    If the buffer scatters, or gathers, the full gradients, or parameters, have memory only for the time of their use,
-    and the part that this rank owns has its own. ``shared_by``: the ranks that share the buffer. ``contributions``: by
-    parameter, how often a backward gives its gradient, if more than once.
-    ``missing``: of each parameter how many of them are to come in the last microbatch.
+    If the buffer scatters (gathers), the full gradients (parameters) have memory only while they are used, and the part
+    that this rank owns has its own. ``shared_by``: the ranks that share the buffer. ``contributions``: id of a
+    parameter → number of its gradients in a backward, if not 1. ``missing``: those to come in the last microbatch.
     """
 
     planned: Buffer
@@ -94,18 +93,18 @@ class BucketTensors:
 
     @property
     def position(self) -> int:
-        """When the backward completes it."""
+        """Position in the backward at which the bucket is complete."""
         return max(slot.position for slot in self.slots)
 
     def open_gradients(self) -> None:
-        """Memory for the full gradients, if there is none; what no parameter lies in is zero."""
+        """Allocate memory for the full gradients if there is none, with zeros between parameters."""
         if take_memory(self.gradients):
             for start, stop in self.gaps:
                 self.gradients[start:stop].zero_()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, all has memory, and zeros where no parameter lies; of parameters the own part is kept."""
+        """Give all tensors memory for the block, with zeros between parameters; keep this rank's part afterwards."""
         if self.planned.gathers and take_memory(self.parameters):
             self.parameters.zero_()
         if self.planned.scatters and take_memory(self.gradients):
@@ -120,16 +119,15 @@ class BucketTensors:
                 give_memory_back(self.gradients)
 
     def keep_own(self) -> None:
-        """The own part of the full parameters takes the place of the kept one."""
+        """Copy this rank's part of the full parameters to the kept part."""
         self.own_parameters.copy_(self.parameters[self.own_range])
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Elements of the bucket in which no parameter lies."""
+        """Runs of elements that belong to no parameter."""
         first = self.layout.world.start
-        places = sorted((slot.world.start - first, slot.world.stop - first) for slot in self.layout.slots)
-        edges = [0, *(edge for place in places for edge in place), len(self.layout.world)]
-        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+        places = ((slot.world.start - first, slot.world.stop - first) for slot in self.layout.slots)
+        return between(places, len(self.layout.world))
 
     @property
     def own_range(self) -> slice:
@@ -139,28 +137,28 @@ class BucketTensors:
 
     @property
     def held_parameters(self) -> list[tuple[str, Tensor]]:
-        """The values of each parameter that lie here for good: all, or those of the own part."""
+        """The values of each parameter that stay in memory: all, or this rank's part."""
         if not self.planned.gathers:
             return [(slot.local.fqn, slot.parameters[0].detach()) for slot in self.slots]
         return self.updated_parameters
 
     @property
     def owned(self) -> dict[str, OwnedRange]:
-        """Of each parameter the elements that this rank updates, in the own part and in the parameter."""
+        """Parameter → the elements that this rank updates, in its part and in the parameter."""
         return self.layout.owned_ranges(self.shared_by.shard_rank, self.shared_by.num_shards)
 
     @property
     def updated_parameters(self) -> list[tuple[str, Tensor]]:
-        """The values of each parameter that this rank updates, and others get from it."""
+        """The values of each parameter that this rank updates."""
         return [(fqn, self.own_parameters[r.local.start : r.local.stop]) for fqn, r in self.owned.items()]
 
     def awaited(self, parameters: Iterable[int]) -> dict[int, int]:
-        """Of these, by id, how many gradients a backward gives each; without those that it gives none."""
+        """Return id of a parameter → number of its gradients in a backward, without zeros."""
         counts = {key: self.contributions.get(key, 1) for key in parameters}
         return {key: times for key, times in counts.items() if times}
 
     def arrived(self, parameter: Tensor) -> None:
-        """One contribution to its gradient of the last microbatch is here."""
+        """Note that one contribution to the gradient of the last microbatch has arrived."""
         left = self.missing.get(id(parameter), 0) - 1
         if left > 0:
             self.missing[id(parameter)] = left
@@ -168,8 +166,14 @@ class BucketTensors:
             self.missing.pop(id(parameter), None)
 
 
+def between(runs: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Return the runs of ``size`` elements that belong to none of the disjoint ``runs``."""
+    edges = [0, *(edge for run in sorted(runs) for edge in run), size]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
 def take_memory(tensor: Tensor) -> bool:
-    """Memory for a tensor that gave it back; its views stay valid. Whether it had none."""
+    """Allocate memory for a tensor without; its views stay valid. Return whether it had none."""
     storage, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
     if storage.nbytes() == size:
         return False
@@ -182,7 +186,7 @@ def give_memory_back(tensor: Tensor) -> None:
 
 
 def without_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor that has none yet."""
+    """Return a flat tensor without memory."""
     tensor = torch.empty(num_elements, dtype=dtype, device=device)
     give_memory_back(tensor)
     return tensor
@@ -190,7 +194,7 @@ def without_memory(num_elements: int, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Gradient memory that holds a sum already."""
+    """Gradient memory that already contains a sum."""
 
     main_grad: Tensor
 
@@ -199,7 +203,7 @@ class Added:
 
 
 class ParameterPlace:
-    """``arrived(parameter)`` is called for each contribution."""
+    """The place to which products add a gradient. ``arrived(parameter)`` is called for each contribution."""
 
     __slots__ = ("_arrived", "_parameter", "_slot")
 
@@ -215,7 +219,7 @@ class ParameterPlace:
 
 
 class Works:
-    """Several exchanges that end together."""
+    """Several collectives that are waited for together."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -226,14 +230,14 @@ class Works:
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """``own``, a view of ``whole``, becomes its sum over the ranks; the rest of ``whole`` is overwritten."""
+    """Sum ``own``, a view of ``whole``, over the ranks, in place; the rest of ``whole`` is overwritten."""
     if whole.device.type == "cpu":
         return all_reduce(whole, group=group, async_op=async_op)
     return reduce_scatter_single(own, whole, group=group, async_op=async_op)
 
 
 def all_gather(whole: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """The equal parts of all ranks, in their order; ``own`` may be a view of its part already."""
+    """Gather the equal parts of all ranks in ``whole``; ``own`` may be a view of its part."""
     if whole.device.type != "cpu":
         return all_gather_single(whole, own, group=group, async_op=async_op)
     num_ranks = dist.get_world_size(group)

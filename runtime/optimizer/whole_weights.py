@@ -1,16 +1,16 @@
-"""Weights of which each rank keeps its shard: a bucket has memory for all of it only while its weights are read.
+"""Sharded weights (zero 3): a bucket has memory for its full weights only while they are read.
 
-All ranks that share a bucket run the same ops in the same order, so they gather in the same order. The group of these
-gathers is their own: on one communicator the weights that a product waits for would queue behind sums of gradients.
+All ranks that share a bucket run the same ops in the same order, and thus gather in the same order. These all-gathers
+have their own group: on one communicator, weights that a product waits for would queue behind reductions of gradients.
 
-Gradients of which each rank keeps its shard (zero 2 and 3): every backward sums and scatters those of a bucket.
+Sharded gradients (zero 2 and 3): every backward reduce-scatters the gradients of each bucket.
 
-    last gradient of a microbatch of a bucket   ->   reduce-scatter starts; one is under way while the next bucket fills
+    last gradient of a microbatch of a bucket   ->   reduce-scatter starts, and runs while the next bucket fills
     own gradients = shard                            first microbatch of the step
     own gradients += shard                           the others
 
-A backward with gradients of weights that wait for a W of the schedule scatters at the end of the W: what lies in a
-bucket then may be of other microbatches too, which changes no sum.
+A backward that defers gradients of weights to a W of the schedule scatters at the end of the W: a bucket may then
+contain gradients of several microbatches, which changes no sum.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from runtime.optimizer.unmixed import Unmixed
 
 
 class WholeWeights:
-    """Owns the memory of full parameters of the buckets that it is given, by (buffer, bucket)."""
+    """The full weights of sharded buckets, by (buffer, bucket). Owns their memory."""
 
     def __init__(self, buckets: Mapping[Unit, BucketTensors], residency: Residency) -> None:
         self._buckets, self._residency = dict(buckets), residency
         self._works: dict[Unit, Any] = {}
-        self._sent: dict[Unit, Tensor] = {}  # of weights that come in a smaller dtype
+        self._sent: dict[Unit, Tensor] = {}  # weights that are gathered in a smaller dtype
         self._is_holding = False
-        self.most_bytes = 0  # of full weights at once
+        self.most_bytes = 0  # peak of full weights
 
     def need(self, units: Sequence[Unit], ahead: Sequence[Unit] = ()) -> None:
-        """Return when the weights of ``units`` are here; those of ``ahead`` are on their way."""
+        """Wait until the weights of ``units`` are gathered, and start to gather those of ``ahead``."""
         if self._is_holding:
             return
         self._make(self._residency.need(units, ahead), is_exact=False)
@@ -47,18 +47,18 @@ class WholeWeights:
         self._residency.came(units)
 
     def bring(self, unit: Unit) -> None:
-        """Return when the weights of one unit are here as their ranks have them; all others are freed."""
+        """Wait until the weights of one unit are gathered in their own dtype; free all others."""
         self._make(self._residency.end())
         self._make(self._residency.need((unit,)))
         self._await(unit)
 
     def drop(self) -> None:
-        """Free all: the shards have changed, or a step is over."""
+        """Free all full weights: the shards have changed, or a step is over."""
         self._make(self._residency.end())
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Inside, all are whole; the same call on all ranks."""
+        """Gather all weights for the block. All ranks must call it."""
         self.drop()
         self._make(Moves(gathered=tuple(self._buckets)))
         for unit in self._buckets:
@@ -73,10 +73,10 @@ class WholeWeights:
 
     @contextmanager
     def one_by_one(self, unit_of: Mapping[str, Unit], *, writes: bool = False) -> Iterator[Opened]:
-        """Inside, the weights of a parameter are here after a call with its name, until a call with another one.
+        """Yield a function that gathers the weights of a parameter by name, until its next call.
 
-        All ranks call it for the same names in the same order. ``writes``: they may be replaced, and this
-        rank's shards of them are kept.
+        All ranks must call it for the same names in the same order. ``writes``: the weights may be replaced, and this
+        rank's shards are then kept.
         """
         opened = Opened(self, {n: unit for n, unit in unit_of.items() if unit in self._buckets}, writes=writes)
         try:
@@ -85,11 +85,11 @@ class WholeWeights:
             opened.close()
 
     def keep_own(self, unit: Unit) -> None:
-        """This rank's shard of a whole bucket takes the place of the kept one."""
+        """Copy this rank's shard of a gathered bucket to the kept shard."""
         self._buckets[unit].keep_own()
 
     def _make(self, moves: Moves, *, is_exact: bool = True) -> None:
-        """``is_exact``: weights are sent in their own dtype."""
+        """Free and gather by ``moves``. ``is_exact``: gather in the weights' own dtype."""
         for unit in moves.freed:
             self._free(unit)
         for unit in moves.gathered:
@@ -116,7 +116,7 @@ class WholeWeights:
 
 
 class Opened:
-    """One bucket at a time is whole: that of the parameter that was named last."""
+    """The bucket of the parameter that was named last; only one bucket at a time is gathered."""
 
     def __init__(self, weights: WholeWeights, unit_of: Mapping[str, Unit], *, writes: bool) -> None:
         self._weights, self._unit_of, self._writes = weights, unit_of, writes
@@ -140,7 +140,7 @@ class Opened:
 
 
 class ScatteredGradients:
-    """Owns the memory of full gradients. ``chunk_of``: the chunk of a parameter, by its id; left out, 0."""
+    """The reduction of sharded gradients. Owns their full memory. ``chunk_of``: id of a parameter → chunk, else 0."""
 
     def __init__(self, buckets: Iterable[BucketTensors], chunk_of: Mapping[int, int], unmixed: Unmixed) -> None:
         self._buckets = sorted(buckets, key=lambda bucket: bucket.position)
@@ -157,42 +157,41 @@ class ScatteredGradients:
         self._next = 0
         self._pending: BucketTensors | None = None
         self._is_counting = False
-        self.most_bytes = 0  # of full gradients at once
+        self.most_bytes = 0  # peak of full gradients
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
 
     def begin_step(self) -> None:
-        """Forget all gradients, also those of a step that was broken off."""
+        """Forget all gradients, also those of an aborted step."""
         self._settle(keep=False)
         self._filled, self._order, self._next = set(), (), 0
         for bucket in self._buckets:
             self._close(bucket)
 
     def begin(self, chunk: int, *, is_alone: bool) -> None:
-        """A backward of ``chunk`` begins. ``is_alone``: all gradients that come are of its microbatch, and all of them
-        come."""
+        """Begin a backward of ``chunk``. ``is_alone``: it computes all gradients of its microbatch, and no others."""
         self._order, self._next, self._is_counting = self._of_chunk.get(chunk, ()), 0, is_alone
         for bucket in self._order:
             ids = self._parameters[chunk, id(bucket)]
             bucket.missing = bucket.awaited(ids) if is_alone else {}
 
     def arrived(self, bucket: BucketTensors, parameter: Tensor) -> None:
-        """One contribution to the gradient of a parameter is in its bucket."""
+        """Note that a contribution to the gradient of a parameter is in its bucket."""
         if self._is_counting:
             bucket.arrived(parameter)
             while self._next < len(self._order) and not self._order[self._next].missing:
                 self._launch()
 
     def end(self) -> None:
-        """The gradients of the backward, or W, that began last are all here: reduce the rest, and wait."""
+        """End the current backward or W: reduce the remaining buckets, and wait."""
         while self._next < len(self._order):
             self._launch()
         self._settle()
         self._is_counting = False
 
     def finish(self) -> None:
-        """The step is over: a bucket that no backward has reduced has gradients of zero."""
+        """End the step: zero the gradients of buckets that no backward has reduced."""
         for bucket in self._buckets:
             if id(bucket) not in self._filled:
                 bucket.own_gradients.zero_()
@@ -214,7 +213,7 @@ class ScatteredGradients:
         self._pending = bucket
 
     def _settle(self, *, keep: bool = True) -> None:
-        """Wait for the reduction that is under way, and add this rank's shard to its gradients."""
+        """Wait for the running reduction, and add this rank's shard to its gradients."""
         bucket, self._pending = self._pending, None
         if bucket is None:
             return

@@ -43,10 +43,8 @@ from runtime.optimizer.slots import BucketTensors, DataParallel, all_gather
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 if the norm or an
-    extra sum was not finite, so that nothing changed, else 0; then the extra scalars, summed over all ranks.
-
-    ``found_inf``: the second figure as the update rule reads it (float32).
+    """One update, on the device. ``figures`` (float64): the global gradient norm before clipping; 1 if the update was
+    skipped, else 0; then the extra scalars, summed over all ranks. ``found_inf``: the second figure in float32.
     """
 
     figures: Tensor
@@ -54,8 +52,7 @@ class StepResult:
 
 
 class DistributedOptimizer:
-    """Owns the buffers, the main shards, the torch optimizer that updates them, and their running mean if the spec asks
-    for one.
+    """The ZeRO optimizer. Owns the buffers, the main shards, the optimizer that updates them, and their running mean.
 
     A step: backwards (with ``buffers.last_microbatch`` set before the last) -> ``reduce_gradients()`` ->
     ``step(lr)`` -> ``wait_parameters()`` before the parameters are read again.
@@ -75,13 +72,12 @@ class DistributedOptimizer:
         chunk_of: Mapping[int, int] | None = None,
         residency: Residency | None = None,
     ) -> None:
-        """``planned``: this rank's buffers, by the plan. ``settings``: the spec's optimizer section. ``asked``: for
-        each parameter that may rest, the conditions of a ShardPart. ``own``: settings of the
-        parameters that have others than the section's. ``exchanges``: by buffer and bucket, of those that are updated
-        matrix by matrix.
+        """``planned``: this rank's buffers in the plan. ``settings``: the spec's optimizer section. ``asked``: name →
+        the conditions under which a parameter rests (ShardPart). ``own``: name → settings that differ from the
+        section's. ``exchanges``: by (buffer, bucket), for buckets that are updated matrix by matrix.
 
-        ``groups``: process groups by axis, None or absent for an axis of one rank: any that buffers are reduced over
-        (Buffer.reduced_over), "world", any that a parameter is sharded or partial over; and by stages of tied ones.
+        ``groups``: process groups by axis, None or absent for an axis of one rank: all that buffers are reduced over
+        (Buffer.reduced_over), "world", all that a parameter is sharded or partial over; and by stages of tied ones.
         """
         self.settings = settings
         self.groups = dict(groups or {})
@@ -107,17 +103,17 @@ class DistributedOptimizer:
     # ---- one step
 
     def turn_to(self, *, of_own_loss: bool) -> None:
-        """Whether the gradients of the next update are those of the model's own loss."""
+        """Set whether the gradients of the next update are those of the model's own loss."""
         if self.optimizer is not None:
             self.optimizer.of_own_loss = of_own_loss
 
     def begin_step(self) -> None:
-        """Forget the gradients of an earlier, or broken off, step."""
+        """Forget the gradients of an earlier or aborted step."""
         self.buffers.begin_step()
         self._is_reduced = False
 
     def reduce_gradients(self) -> None:
-        """Finish the sums over dp, then over the axes that parameters are partial over. Every rank calls it."""
+        """Finish the sums over dp, then over the axes that parameters are partial over. All ranks must call it."""
         self.buffers.finish_grad_sync()
         for shard in self.shards:
             if shard.grad.dtype != shard.bucket.gradients.dtype:
@@ -139,10 +135,9 @@ class DistributedOptimizer:
     ) -> StepResult:
         """Clip, update and start the gather of the parameters. ``grad_scale``: the factor of the loss.
 
-        ``extra`` scalars and vectors are summed over all ranks in the same exchange as the norm. An update with a norm
-        or an extra sum that is not finite is skipped entirely, on every rank. So is one that ``refused`` rejects: it
-        maps the extra sums to one truth value on the device. ``asked`` maps the extra sums to the figures by which
-        parameters rest.
+        ``extra`` scalars and vectors are summed over all ranks in the same all-reduce as the norm. An update is skipped
+        on every rank if the norm or an extra sum is not finite, or if ``refused``, a function of the extra sums,
+        returns True on the device. ``asked`` maps the extra sums to the figures by which parameters rest.
         """
         if not self._is_reduced:
             self.reduce_gradients()
@@ -164,7 +159,7 @@ class DistributedOptimizer:
         return StepResult(torch.cat([norm, skipped.to(norm.dtype), sums[1:]]), found_inf)
 
     def wait_parameters(self) -> None:
-        """Return when the updated parameters of all ranks are here."""
+        """Wait for the updated parameters of all ranks."""
         self.buffers.wait_parameters()
 
     def sync_main_from_parameters(self) -> None:
@@ -177,7 +172,7 @@ class DistributedOptimizer:
             self.average.start()
 
     def exchange_average(self) -> None:
-        """The mean of the weights takes the place of the weights, on all ranks together; again: back, bitwise."""
+        """Exchange the weights and their mean on all ranks; a second call restores the weights bitwise."""
         assert self.average is not None, "optimizer.ema is null"
         self.wait_parameters()
         self.buffers.weights.drop()
@@ -190,18 +185,15 @@ class DistributedOptimizer:
         self.wait_parameters()
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """The elements of each summed gradient that this rank owns, by dotted name; after ``reduce_gradients()``."""
+        """Return the elements of summed gradients that this rank owns, by dotted name; after ``reduce_gradients()``."""
         assert self._is_reduced, "own_gradients comes after reduce_gradients and before step"
-        found = {}
-        for shard in self.shards:
-            for fqn, owned in shard.bucket.owned.items():
-                found[fqn] = shard.grad[owned.local.start : owned.local.stop]
-        return found
+        owned = [(fqn, shard.grad, o.local) for shard in self.shards for fqn, o in shard.bucket.owned.items()]
+        return {fqn: grad[within.start : within.stop] for fqn, grad, within in owned}
 
     def gather_gradients(self, *, grad_scale: float = 1.0) -> dict[str, Tensor]:
-        """Each parameter's summed gradient, of this rank's part, by dotted name; the same on all ranks that share it.
+        """Return the summed gradients of this rank's parts by dotted name, the same on all ranks that share a part.
 
-        Between ``reduce_gradients()`` and ``step()``, so not yet clipped. Every rank calls it.
+        Call it on all ranks between ``reduce_gradients()`` and ``step()``: gradients are not yet clipped.
         """
         assert self._is_reduced, "gather_gradients comes after reduce_gradients and before step"
         gradients = {}
@@ -213,7 +205,7 @@ class DistributedOptimizer:
         return gradients
 
     def measured_bytes(self) -> dict[str, int]:
-        """Bytes of the live tensors by kind; a tensor that is a view of another kind's counts there."""
+        """Return the bytes of the live tensors by kind; a view of another kind's tensor counts there."""
         state = self.optimizer.state if self.optimizer is not None else {}
         moments = [moment for moments in state.values() for moment in moments.values()]
         kinds: dict[str, Iterable[Tensor]] = {
@@ -228,7 +220,7 @@ class DistributedOptimizer:
 
     @property
     def copy_of_shards(self) -> tuple[int, int]:
-        """Of groups with equal shards of dense parameters: which is this rank's, and how many there are."""
+        """Among groups with equal shards of dense parameters: the index of this rank's group, and their number."""
         size, rank = size_and_rank(self.groups.get(REPLICA))
         return rank, size
 
@@ -259,7 +251,7 @@ class DistributedOptimizer:
         own: Mapping[str, Settings],
         exchange: BucketExchange | None,
     ) -> FlatShard:
-        """The shard with its parts that may rest, and its elements with settings of their own."""
+        """Return the shard with its parts that may rest, and its elements with their own settings."""
         planned, owned = shard.bucket.planned, [(fqn, r.local) for fqn, r in shard.bucket.owned.items()]
         parts = tuple(ShardPart(fqn, r.start, r.stop, asked[fqn]) for fqn, r in owned if fqn in asked)
         runs = [SettingsRun(r.start, r.stop, own[fqn]) for fqn, r in owned if fqn in own]
@@ -282,7 +274,7 @@ class DistributedOptimizer:
         for shard in self.shards:
             grad, dp = shard.grad, shard.bucket.shared_by
             if not dp.sharded and dp.rank != 0:
-                continue  # each of them has all of the gradient
+                continue  # each rank has the full gradient
             if REPLICA in shard.bucket.planned.partial_over and self.copy_of_shards[0] != 0:
                 continue
             if shard.whole is not None and size_and_rank(self.groups.get(shard.bucket.planned.axis))[1] != 0:
@@ -292,14 +284,13 @@ class DistributedOptimizer:
         return total
 
     def _sum_over_world(self, scalars: Sequence[Tensor | float]) -> Tensor:
-        given = [torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in scalars]
-        values = torch.cat([s.view(-1) for s in given])
+        values = torch.cat([torch.as_tensor(s, dtype=torch.float64, device=self.device).view(-1) for s in scalars])
         if self.groups.get("world") is not None:
             dist.all_reduce(values, group=self.groups["world"])
         return values
 
     def _divisor(self, norm: Tensor, grad_scale: Tensor | float) -> Tensor | None:
-        """The divisor of gradients; None if nothing is clipped or scaled."""
+        """Return the divisor of gradients; None if nothing is clipped or scaled."""
         limit = self.settings.clip_grad_norm
         if limit is None:
             is_one = not isinstance(grad_scale, Tensor) and grad_scale == 1.0
@@ -307,11 +298,11 @@ class DistributedOptimizer:
         return ((norm + 1e-6) / limit).clamp(min=1.0) * grad_scale
 
     def _update(self, lr: float, divisor: Tensor | None, found_inf: Tensor, asked: Tensor | None) -> None:
-        """The rule divides by ``divisor`` while it reads the gradients, in float32; float64 ones are divided before."""
+        """Update; the rule divides gradients by ``divisor`` in float32, float64 gradients are divided before it."""
         if self.optimizer is None:
             return
         if divisor is not None and any(shard.grad.dtype == torch.float64 for shard in self.shards):
-            divisor = torch.where(found_inf.bool(), 1.0, divisor)  # a skipped step leaves the zeros of padding alone
+            divisor = torch.where(found_inf.bool(), 1.0, divisor)  # a skipped step must keep the zeros of padding
             for shard in self.shards:
                 shard.grad.div_(divisor)
             divisor = None

@@ -47,7 +47,7 @@ class LiveLine:
 
 
 class Progress:
-    """Owns the live line, and closes the sinks; shows and writes nothing unless ``enabled`` (rank 0).
+    """The progress of a run. Owns the live line, and closes the sinks.
 
     ``first``: number of steps of an earlier run. ``every_step``: print a line of every step in a terminal too;
     ``quiet``: print none, but write to the sinks. ``console``: the output; default: stdout.
@@ -59,12 +59,11 @@ class Progress:
         sinks: Iterable[Sink] = (),
         *,
         first: int = 0,
-        enabled: bool = True,
         every_step: bool = False,
         quiet: bool = False,
         console: Console | None = None,
     ) -> None:
-        self.enabled, self.every_step, self.quiet, self.num_steps = enabled, every_step, quiet, num_steps
+        self.every_step, self.quiet, self.num_steps = every_step, quiet, num_steps
         self.sinks = tuple(sinks)
         self._unchanging = Unchanging()
         self._console = console
@@ -73,7 +72,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         is_terminal = sys.stdout.isatty() if self._console is None else self._console.is_terminal
-        if self.enabled and is_terminal and not self.quiet:
+        if is_terminal and not self.quiet:
             self._live = Live(self._line, console=self._console, refresh_per_second=_REFRESHES)
             self._live.start()
         return self
@@ -86,8 +85,6 @@ class Progress:
 
     def show(self, row: StepRow, own: Mapping[str, float] = MappingProxyType({})) -> None:
         """Show a step, and write it to the sinks. Raises PlanError if a sink cannot be written."""
-        if not self.enabled:
-            return
         for sink in self.sinks:
             sink.write(row, own)
         if self.quiet:

@@ -71,9 +71,8 @@ class Showing:
                 self.job.num_steps,
                 self._sinks() if self.leads else (),
                 first=self._first,
-                enabled=self.leads,
                 every_step=self.job.compare,
-                quiet=self.job.quiet,
+                quiet=self.job.quiet or not self.leads,
             )
         )
         return self

@@ -208,6 +208,7 @@ def test_quiet_is_for_eyes_alone(capsys):
 
 
 def test_ranks_that_do_not_lead_say_nothing(capsys):
-    with Progress(10, enabled=False) as progress:
+    console = Console(file=(out := io.StringIO()), width=70, force_terminal=True, color_system=None)
+    with Progress(10, quiet=True, console=console) as progress:
         progress.show(ROW)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == out.getvalue() == ""
