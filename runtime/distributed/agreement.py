@@ -44,14 +44,9 @@ def of_kind(kind: Any) -> Callable[[Any], Any]:
     return read
 
 
-def all_gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value) -> list[T]:
-    """Return each rank's ``own``, by rank, on every rank."""
-    return _gathered(groups, own, read, None)
-
-
 def gather_json(groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value) -> list[T]:
     """Return each rank's ``own``, by rank, on rank 0; an empty list elsewhere."""
-    return _gathered(groups, own, read, 0)
+    return all_gather_json(groups, own, read, to=0)
 
 
 def unlike_rank_0(groups: Groups, own: Any) -> list[int]:
@@ -60,8 +55,10 @@ def unlike_rank_0(groups: Groups, own: Any) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != values[0]]
 
 
-def _gathered(groups: Groups, own: Any, read: Callable[[Any], T], to: int | None) -> list[T]:
-    """Return each rank's ``own`` on rank ``to``; None: on every rank."""
+def all_gather_json(
+    groups: Groups, own: Any, read: Callable[[Any], T] = lambda value: value, *, to: int | None = None
+) -> list[T]:
+    """Return each rank's ``own``, by rank, on every rank; with ``to`` on that rank alone, an empty list elsewhere."""
     if groups.host is None:
         return [read(own)]
     content = _content_of(own)

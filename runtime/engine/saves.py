@@ -112,7 +112,6 @@ class EngineSaves:
         Call it on all ranks; rank 0 writes. Each adapter is replaced atomically. Raises PlanError on every rank.
         """
         adapted_in(self.running.plan.hub)
-        self._weights.ready()
         with self._weights.own() as own:
             save_adapters(self.running.weights, own, directory)
 
@@ -121,6 +120,5 @@ class EngineSaves:
         return TrainingState(running.weights, running.optimizer, running.loss_scale, reads)
 
     def _save_hub(self, directory: str | PathLike[str], **options: Any) -> None:
-        self._weights.ready()
         with self._weights.own() as own:
             save_hub(self.running.weights, own, directory, **options)

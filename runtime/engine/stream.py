@@ -180,7 +180,6 @@ class EngineStream:
         if step != self.running.step_index:
             what = "a step has changed the weights in the middle of a stream"
             raise PlanError(what, where="stream_weights", fix="end the loop over the buckets before the next step")
-        self._weights.ready()
         with self._weights.own() as own:
             return stream.bucket(entries, own)
 

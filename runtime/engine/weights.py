@@ -31,7 +31,6 @@ class EngineWeights:
     @shared_call("gather")
     def gather_parameters(self) -> dict[str, Tensor]:
         """Return full parameters on rank 0 (CPU) under all names in the user's model; ``{}`` elsewhere."""
-        self.ready()
         rows, groups, kept = self.running.plan.parameters, self.running.groups, self.running.weights.kept
         unused = broadcast_json(groups, [*kept.parameters])
         dtypes = {row.name: getattr(torch, row.dtype) for row in rows if row.name not in unused}
@@ -146,7 +145,8 @@ class EngineWeights:
 
     @contextmanager
     def own(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yield this rank's parts of parameters by name; copies of a tied weight are equal."""
+        """Yield this rank's parts of parameters by name, once they are ready; copies of a tied weight are equal."""
+        self.ready()
         tensors = {p.fqn: parameter.data for p, parameter in parameters_of(self.running.program)}
         with self._opened() as opened:
             yield OwnParameters(tensors, opened)
