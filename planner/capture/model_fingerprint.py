@@ -10,6 +10,7 @@ Not compared: values of weights, as no capture depends on them; globals; state o
 
 from __future__ import annotations
 
+import dis
 import enum
 import hashlib
 import pickle
@@ -120,8 +121,8 @@ class _Writer(pickle.Pickler):
         self.held.append(obj)
         if isinstance(obj, Tensor):
             return self._tensor(obj)
-        is_itself = isinstance(obj, (FunctionType, nn.Module)) or not (isinstance(obj, enum.Enum) or _is_shown(obj))
-        return _itself(obj) if is_itself else None
+        has_form = isinstance(obj, enum.Enum) or (_is_shown(obj) and not _noted_at_entry(kind))
+        return None if has_form and not isinstance(obj, (FunctionType, nn.Module)) else _itself(obj)
 
     def _tensor(self, value: Tensor) -> tuple[Any, ...]:
         """Return a tensor's form: with content unless a parameter; by identity if special, hooked or too large."""
@@ -141,9 +142,17 @@ class _Writer(pickle.Pickler):
 def _itself(obj: Any) -> tuple[Any, ...]:
     """Return the identity of the object, and its state that Python can see."""
     if not isinstance(obj, FunctionType):
-        return "object", id(obj), dict(getattr(obj, "__dict__", {}))
+        noted = _noted_at_entry(type(obj))
+        return "object", id(obj), {k: v for k, v in getattr(obj, "__dict__", {}).items() if k not in noted}
     cells = list(map(content_of, obj.__closure__ or ()))
     return "function", id(obj), id(obj.__code__), cells, obj.__defaults__, obj.__kwdefaults__, vars(obj)
+
+
+def _noted_at_entry(kind: type) -> set[str]:
+    """Return the attributes that a context manager sets on entry, as ``@torch.autocast`` does: settings around it."""
+    enter = getattr(kind, "__enter__", None)
+    calls = dis.get_instructions(enter) if isinstance(enter, FunctionType) else ()
+    return {call.argval for call in calls if call.opname == "STORE_ATTR"}
 
 
 def _is_shown(obj: Any) -> bool:

@@ -242,6 +242,24 @@ def test_what_a_closure_holds_is_compared():
         plan(captured, SPEC | {"mesh": {}})
 
 
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).float().square().mean()
+
+
+def test_what_a_context_manager_notes_on_entry_is_no_change():
+    model = Decorated()
+    captured = capture(model, SPEC | {"mesh": {}})
+    with torch.autocast("cpu", enabled=False, cache_enabled=False):
+        model(torch.zeros(2, 4))  # the decorator keeps the settings that it found
+    assert plan(captured, SPEC | {"mesh": {}}) == plan(model, SPEC | {"mesh": {}})
+
+
 def test_it_says_in_one_line_what_was_captured():
     captured = capture(Small(), SPEC | {"precision": {"parameters": "bfloat16"}})
     assert repr(captured).startswith("Captured(Small of x [2, 4] float32, as bfloat16, ")
