@@ -13,12 +13,13 @@ import torch
 from torch import fx
 
 from passes.blocks.blocks import Block, Blocks
+from passes.errors import PlanError
 from passes.lowering import Lowering
 from passes.moe.layers import ExpertPart, Experts, expert_parts, resting
 from passes.ops.counts import ExpertLoad
 from passes.partition.batch.id_ranges import IdRange, id_ranges
 from passes.partition.loss.counts import ignored_labels
-from passes.partition.loss.scored import Scored, find_scored
+from passes.partition.loss.scored import Scored, find_scored, read_by_the_loss_alone
 from passes.partition.loss.shares import LossTerms
 from passes.partition.sequence.facts import Context
 from passes.partition.type_changes import Placements
@@ -114,6 +115,16 @@ class Decisions:
     def scored(self) -> Scored:
         """The op of the loss that looks up the probabilities of the labels. Raises PlanError if there is none."""
         return find_scored(self.program)
+
+    @cached_property
+    def read_by_the_loss_alone(self) -> tuple[str, ...]:
+        """Trained parameters that a loss outside the model does not read; none if there can be no other loss."""
+        if not self.program.loss:
+            return ()
+        try:
+            return tuple(read_by_the_loss_alone(self.program, self.scored))
+        except PlanError:  # no label has a probability
+            return ()
 
     def calls_of(self, block: Block) -> list[fx.Node]:
         """Return the calls of a block, with calls copied to every stage (views of weights) that only they read.

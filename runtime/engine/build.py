@@ -4,7 +4,7 @@ An engine has one of two modes: it trains, or it evaluates and holds nothing tha
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -16,7 +16,6 @@ from passes.base import RankProgram, StageModule
 from passes.errors import PlanError, RunError, first_line
 from passes.own_linears import contributions
 from passes.parameters import LocalParameter
-from passes.partition.loss.scored import read_by_the_loss_alone
 from planner.capture.model.meta_init import give_back_freed
 from planner.decisions import Decisions
 from planner.frozen_plan import Plan
@@ -280,14 +279,9 @@ def _optimizer(
 
 
 def _resting(decisions: Decisions) -> dict[str, tuple[int, ...]]:
-    """Parameter → the conditions under which it rests: no row of its expert, another loss than the model's own."""
-    found = dict(decisions.resting)
-    if not decisions.program.loss:
-        return found
-    with suppress(PlanError):  # no label has a probability: there is no other loss
-        for name in read_by_the_loss_alone(decisions.program, decisions.scored):
-            found[name] = (*found.get(name, ()), OWN_LOSS)
-    return found
+    """Return parameter → the conditions under which it rests: no row of its expert, another loss than the model's."""
+    resting = decisions.resting
+    return {**resting, **{name: (*resting.get(name, ()), OWN_LOSS) for name in decisions.read_by_the_loss_alone}}
 
 
 def _buffers(plan: Plan, groups: Groups, mode: Mode) -> tuple[Buffer, ...]:
