@@ -26,14 +26,14 @@ from passes.partition.loss.shares import LossTerms, share_loss
 from passes.program.program import Program, copied
 from planner.capture.eager_trials import refuse_another_forward
 from planner.capture.export import capture
+from planner.capture.forms import Forms
 from planner.capture.inferred_rules import infer_rules
 from planner.capture.model.eager import uncompiled, unwrapped
 from planner.capture.model_fingerprint import ModelState
 from planner.capture.own_loss import apply_loss, loss_function
 from planner.capture.resized import Earlier
 from planner.documents import check_documents, kept_apart
-from planner.forms import Forms
-from planner.named_code import is_named
+from planner.files.named_code import is_named
 from planner.progress import shown_if_slow
 from planner.spec.fields import AUTO
 from planner.spec.sections import GLOBAL

@@ -17,9 +17,9 @@ from passes.pieces import CompiledPiece, Piece, Region
 from planner.capture.model.hub_format import HubFormat
 from planner.decisions import Decisions
 from planner.files.atomic import write_for_user
+from planner.files.named_code import is_named
 from planner.files.text import MIB, read_json, shorten, writing
 from planner.mesh import SIZES
-from planner.named_code import is_named
 from planner.report.sections import sections
 from planner.report.text import sections_text
 from planner.saved_plan.model import ModelOwner

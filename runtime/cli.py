@@ -3,8 +3,8 @@
 import sys
 from io import TextIOWrapper
 
-from planner.cli import app
-from planner.command_group import BAD_INPUT, PROCESS
+from planner.commands.cli import app
+from planner.commands.command_group import BAD_INPUT, PROCESS
 from planner.files.text import printable
 from runtime.commands import (
     calibrate,

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from passes.lower import PASSES
-from planner.command_group import App, Commands
+from planner.commands.command_group import App, Commands
 from runtime.cli import app
 from runtime.commands.evaluate import evaluate_command
 from runtime.commands.train import train_command

@@ -61,7 +61,9 @@ def test_tests_are_no_package():
 
 
 def test_groups_and_schedules_load_no_torch():
-    code = "import sys, planner.cli, planner.mesh, planner.pipeline.schedule\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys, planner.commands.cli, planner.mesh, planner.pipeline.schedule\nassert 'torch' not in sys.modules"
+    )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
 

@@ -6,7 +6,7 @@ column   h[.., e, w] = x[.., d] W[e, d, w]      the first: makes an expert's own
 row      y[.., d]    = h[.., e, w] W[e, w, d]   the last: sums over them
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -176,7 +176,7 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
             yield node
 
 
-def dispatch_of(space: Space, first: list[Product], tokens: fx.Node) -> tuple[Dispatch, int]:
+def dispatch_of(space: Space, first: Sequence[Product], tokens: fx.Node) -> tuple[Dispatch, int]:
     """How tokens come to the first products, and the slots of each expert."""
     if any(is_grouped(p.node) for p in first):
         return Dispatch.OFFSETS, 0

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from passes.errors import PlanError
 from passes.program.source_lines import where_of_definition, where_of_frame
-from planner.forms import Forms, given_by, require_unchanged
-from planner.named_code import NamedCode, is_named
+from planner.capture.forms import Forms, given_by, require_unchanged
+from planner.files.named_code import NamedCode, is_named
 
 Loss = Callable[[Any, dict[str, Tensor]], Any] | None
 _MODEL, _PARTS = "_meshwright_model", "_meshwright_parts"

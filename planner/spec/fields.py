@@ -23,8 +23,8 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from passes.errors import PlanError, SpecError, Where
+from planner.files.named_code import from_directory, is_named
 from planner.files.text import LARGEST
-from planner.named_code import from_directory, is_named
 from planner.spec.lines import EXPONENT, locate
 from planner.spec.messages import spec_error
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, WithJsonSchema
 
 from passes.errors import PlanError, SpecError, Where, refusing
 from passes.program.source_lines import where_of_definition
-from planner.named_code import FUNCTION_FORMS, NamedCode, is_named, line_of
+from planner.files.named_code import FUNCTION_FORMS, NamedCode, is_named, line_of
 from planner.spec.fields import Auto, Count, Fraction, NotNegative, Positive, Section, Size, Word, beside_the_spec, key
 from planner.spec.messages import no_choice, not_read, wrong
 

@@ -25,8 +25,8 @@ from pydantic import (
 from passes.errors import PlanError, SpecError, Where
 from passes.lowering import Options
 from passes.ops.flash import FLASH
-from planner.forms import Forms, forms_of, in_rows
-from planner.named_code import FUNCTION_FORMS, is_named
+from planner.capture.forms import Forms, forms_of, in_rows
+from planner.files.named_code import FUNCTION_FORMS, is_named
 from planner.spec.cluster import find_cluster
 from planner.spec.conflicts import conflicts, with_auto
 from planner.spec.fields import (

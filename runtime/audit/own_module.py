@@ -24,13 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from passes.errors import PlanError
 from passes.interceptors import installed
+from planner.capture.forms import forms_of
 from planner.capture.gradients.applications import LowestPrecision
 from planner.capture.model.eager import caches_off, in_eager_mode
 from planner.capture.model.exchange import swap
 from planner.capture.model.meta_init import buffer_value
 from planner.capture.outputs import plain_structure
 from planner.capture.own_loss import apply_loss
-from planner.forms import forms_of
 from planner.spec.spec import Spec
 from runtime.weights.own_methods import generators_as_before
 

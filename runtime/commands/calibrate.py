@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.cli import write_text
+from planner.commands.cli import write_text
 from planner.files.text import check_file
 from runtime.options import option, takes
 

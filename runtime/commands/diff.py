@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Format, Output, Peft, write_text
+from planner.commands.cli import Format, Output, Peft, write_text
 from planner.files.text import MIB, parse_json, read_text, shorten
 from runtime.options import flag, option, takes
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli import Format, Output, write_text
+from planner.commands.cli import Format, Output, write_text
 
 EPILOG = "Example: meshwright env --format json > env.json"
 

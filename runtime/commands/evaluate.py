@@ -4,7 +4,7 @@ import json
 from dataclasses import MISSING, dataclass
 
 from passes.errors import PlanError
-from planner.cli import Format, Model, Output, Peft, SpecFile, show_table, write_text
+from planner.commands.cli import Format, Model, Output, Peft, SpecFile, show_table, write_text
 from runtime.options import Load, NumRanks, Tokenizer, flag, option, takes
 
 EPILOG = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli import write_text
+from planner.commands.cli import write_text
 from planner.progress import say, shown_if_slow
 
 if TYPE_CHECKING:

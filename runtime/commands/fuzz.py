@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import MODEL_HELP, show_table
+from planner.commands.cli import MODEL_HELP, show_table
 from runtime.options import option, takes
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from passes.errors import PlanError
-from planner.cli import Format, Model, Output, Peft, SpecFile, write_text
+from planner.commands.cli import Format, Model, Output, Peft, SpecFile, write_text
 from runtime.options import Load, NumRanks, Tokenizer, flag, option, takes
 
 EPILOG = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import typer
 
-from planner.cli import Format, Model, Output, Peft, SpecFile, write_text
+from planner.commands.cli import Format, Model, Output, Peft, SpecFile, write_text
 from runtime.options import flag, option, takes
 
 EPILOG = "Example: meshwright memory examples/gpt.py:build examples/gpt.yaml"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from passes.errors import PlanError
-from planner.cli import (
+from planner.commands.cli import (
     Model,
     Output,
     Peft,

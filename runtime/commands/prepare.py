@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from passes.errors import PlanError
-from planner.cli import show_table, write_text
+from planner.commands.cli import show_table, write_text
 from planner.files.text import shorten
 from planner.progress import bar
 from runtime.data.instruction.options import Instruction

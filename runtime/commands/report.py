@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from planner.cli import Output, show_sections, write_text
+from planner.commands.cli import Output, show_sections, write_text
 
 EPILOG = "Example: meshwright report run.jsonl other.jsonl --format html -o runs.html"
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from passes.errors import PlanError
-from planner.cli import Model, Peft, SpecFile, show_plan, write_text
-from planner.command_group import PROCESS
+from planner.commands.cli import Model, Peft, SpecFile, show_plan, write_text
+from planner.commands.command_group import PROCESS
 from runtime.options import NumRanks, flag, option, takes
 from runtime.training.options import TrainOptions, saves_directory
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import typer
 
-from planner.cli import Model, Output, Peft, SpecFile, write_text
+from planner.commands.cli import Model, Output, Peft, SpecFile, write_text
 from runtime.options import option, takes
 
 EPILOG = "Example: meshwright verify examples/gpt.py:build examples/gpt.yaml"

@@ -19,7 +19,7 @@ from torch import Tensor
 from passes.errors import PlanError
 from passes.partition.batch.id_ranges import IdRange
 from passes.program.program import Assumption
-from planner.forms import PLAIN, Form, Forms, in_rows
+from planner.capture.forms import PLAIN, Form, Forms, in_rows
 from runtime.distributed.agreement import agreed, unlike_rank_0
 from runtime.distributed.groups import Groups
 from runtime.distributed.meeting import listed

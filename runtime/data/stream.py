@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from passes.errors import PlanError, first_line, refusing
-from planner.named_code import NamedCode, is_named, line_of
+from planner.files.named_code import NamedCode, is_named, line_of
 from planner.spec.spec import Spec
 from runtime.data.batches import BatchLayout, digest_of
 from runtime.data.objectives.next_token import check_packed, packed, padded

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from passes.errors import PlanError
-from planner.named_code import is_named
+from planner.files.named_code import is_named
 from planner.spec.spec import Spec
 from runtime.distributed.agreement import all_gather_json
 from runtime.distributed.default_group import faults_board, hosts_store, next_store

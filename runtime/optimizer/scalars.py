@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from passes.errors import PlanError
-from planner.named_code import is_named
+from planner.files.named_code import is_named
 from planner.spec.learning_rate import LearningRateSpec, RateFunction
 from planner.spec.optimizer import OptimizerSpec
 from planner.spec.sections import PrecisionSpec

@@ -8,8 +8,8 @@ from torch import nn
 
 from passes.errors import PlanError
 from planner.capture.model.reference import OPTION as OF_PEFT
+from planner.files.named_code import is_named
 from planner.frozen_plan import Plan
-from planner.named_code import is_named
 from planner.saved_plan.plan_file import SAVED_BY, SUFFIX
 from planner.spec.spec import Spec
 from runtime.checkpoint.saves import check_writable, resolve, saves_in

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from passes.errors import PlanError, refusing
+from planner.files.named_code import NamedCode, line_of
 from planner.frozen_plan import Plan
-from planner.named_code import NamedCode, line_of
 from planner.spec.spec import Spec
 from runtime.distributed.groups import Groups
 from runtime.distributed.stopping import announce_orders

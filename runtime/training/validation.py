@@ -27,8 +27,8 @@ from torch import Tensor
 
 from passes.errors import PlanError, first_line
 from planner.capture.model.reference import OPTION
+from planner.files.named_code import NamedCode, line_of
 from planner.frozen_plan import Plan
-from planner.named_code import NamedCode, line_of
 from planner.spec.spec import Spec
 from runtime.data.buckets import BucketBatches, OfLength
 from runtime.data.text.documents import STDLIB, rows_of, text_of

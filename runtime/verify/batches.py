@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from passes.program.program import PACKED
+from planner.capture.forms import given_by
 from planner.documents import telling_values
-from planner.forms import given_by
 from planner.frozen_plan import Plan
 from planner.spec.inputs import InputSpec, role_of
 from planner.spec.spec import Spec

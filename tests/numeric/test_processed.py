@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.forms import given_by
+from planner.capture.forms import given_by
 from planner.spec.spec import Spec
 from tests.models.pictures import PICTURES, made
 from tests.models.processed import EQUAL, FAMILIES, Family

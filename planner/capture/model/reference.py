@@ -32,8 +32,8 @@ from planner.capture.model.exchange import seed_generators
 from planner.capture.model.hugging_face import Fill, hugging_face_model, import_class, offline
 from planner.capture.model.meta_init import meta_parameters
 from planner.capture.model.recorded import build_recorded
+from planner.files.named_code import NamedCode, line_of
 from planner.files.text import is_directory, read_json, shorten
-from planner.named_code import NamedCode, line_of
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 FORMS = "package.module:callable, path/file.py:callable, or hf:DIR_OR_CONFIG.json"

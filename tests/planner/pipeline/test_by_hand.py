@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from examples.gpt import GPT
 from passes.errors import PlanError, SpecError
 from planner import capture, plan
-from planner.cli import app, format_plan
+from planner.commands.cli import app, format_plan
 from planner.fold import LOOP, V
 from planner.pipeline.schedule import CUSTOM, build_schedule
 from planner.pipeline.simulate import format_schedule, parse_schedule, simulate

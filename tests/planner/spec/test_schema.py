@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from passes.errors import SpecError
-from planner.cli import app
+from planner.commands.cli import app
 from planner.spec.fields import LARGEST_SIZE, json_schema
 from planner.spec.lines import read_yaml
 from planner.spec.spec import Spec

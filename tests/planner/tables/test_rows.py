@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner import Plan, plan
-from planner.cli import format_plan
+from planner.commands.cli import format_plan
 from planner.placement.candidates import divisors, nearest_tp
 from planner.tables import op_notes
 from planner.tables.op_notes import without_rule

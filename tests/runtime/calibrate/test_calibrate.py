@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from passes.errors import PlanError
-from planner.cli import write_text
 from planner.cluster.cluster import GPU_SLACK, read_cluster
+from planner.commands.cli import write_text
 from planner.files.text import check_file
 from runtime.calibrate import run
 from runtime.calibrate.measuring import reserved_share, train

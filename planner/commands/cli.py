@@ -3,7 +3,7 @@
 The command ``plan`` is in runtime/commands, because it prints the passes too.
 
 A command builds plain data with the planner and prints it in the requested format. A PlanError becomes one message on
-stderr and exit code 2, a RunError exit code 1 (planner.command_group).
+stderr and exit code 2, a RunError exit code 1 (planner.commands.command_group).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.markup import escape
 
 from meshwright import __version__
 from passes.errors import PlanError
-from planner.command_group import App, Commands
+from planner.commands.command_group import App, Commands
 from planner.files.atomic import write_for_user
 from planner.files.text import reason, shorten
 from planner.pipeline.kinds import KINDS
