@@ -12,7 +12,7 @@ write them in any way:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -29,10 +29,8 @@ MOST = 4096  # calls between the first tip and the end, and as many for each
 
 
 def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
-    """Raises the error of ``refusal`` if the tips are combined otherwise."""
-    meeting = next(meetings(tips, most=MOST * len(tips)), None)
-    if meeting is None:
-        raise refusal(tips[0], "their results are not combined into one value")
+    """Return the ``End`` of branches. Raises the error of ``refusal`` if the tips are combined otherwise."""
+    meeting = next(meetings(tips, most=MOST * len(tips)))  # the layer was found by one
     if meeting.target in JOINS and len(meeting.users) == 1:
         (user,) = meeting.users
         if packet_of(user.target) is aten.gather and user.args[0] is meeting:
@@ -45,7 +43,7 @@ def end_of(tips: list[fx.Node], routing: Routing, refusal: Refusal) -> End:
 
 
 def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Routing, refusal: Refusal) -> None:
-    """The parts of each token's choices, from parts in the order of the experts."""
+    """Check that ``pick`` takes the parts of each token's choices, of parts in the order of the experts."""
     dim = dim_of_cat(joined)
     ids, along = pick.args[2], int(pick.args[1]) % len(shape_of(joined))  # pyright: ignore
     is_in_order = list(joined.args[0]) == tips and {shape_of(n)[dim] for n in tips} == {1}  # pyright: ignore
@@ -58,9 +56,8 @@ def _check_pick(tips: list[fx.Node], joined: fx.Node, pick: fx.Node, routing: Ro
 
 @dataclass
 class End:
-    """``node``: the combined value of all branches. ``picks``: whether they are picked by ids, and not added up.
-    ``bases``: further summands. ``hidden``: the masks under which a summand is overwritten with zero.
-    """
+    """The combined value ``node`` of all branches. ``picks``: whether they are picked by ids, and not added up.
+    ``bases``: further summands. ``hidden``: the masks under which a summand is overwritten with zero."""
 
     node: fx.Node
     picks: bool = False
@@ -68,7 +65,7 @@ class End:
     hidden: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def find_summands(self, tips: set[fx.Node], refusal: Refusal) -> None:
-        """Up from the sum to ``tips`` and others."""
+        """Walk up from the sum to ``tips`` and other summands."""
         of_tips = set(walk(tips, readers, into=lambda n: n <= self.node))
         work: list[tuple[fx.Node, list[fx.Node]]] = [(self.node, [])]
         while work:
@@ -105,7 +102,7 @@ def _parts(node: fx.Node, masks: list[fx.Node], refusal: Refusal) -> list[tuple[
 
 
 def _overwrites(node: fx.Node) -> bool:
-    """where(mask, 0, before)"""
+    """Return whether a call is where(mask, 0, before)."""
     return packet_of(node.target) is aten.where and is_zero(node.args[1]) and isinstance(node.args[2], fx.Node)
 
 
@@ -133,60 +130,55 @@ def check_hidden(end: End, gates: Mapping[fx.Node, fx.Node], tokens: int, routin
 
 
 def is_zero(value: object) -> bool:
-    """A zero, or a tensor of zeros."""
+    """Return whether ``value`` is a zero, or a tensor of zeros."""
     if not isinstance(value, fx.Node):
         return isinstance(value, int | float) and value == 0
     packet = packet_of(value.target)
     if packet in (aten.zeros, aten.zeros_like, aten.new_zeros):
         return True
     if packet in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
-        number = value.args[0 if packet is aten.scalar_tensor else 1]
-        return isinstance(number, int | float) and number == 0
+        return is_zero(value.args[0 if packet is aten.scalar_tensor else 1])
     return value.target in LAID_OUT and is_zero(value.all_input_nodes[0])
 
 
 # ---- inputs that are known where a token chose the expert
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The same input of each branch, ``column``, read at the pairs of a token and an expert that it chose."""
+def weight_of(routing: Routing, num_tokens: int, column: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the value of each choice that an input of each branch is at its tokens; None if it is none."""
+    first = column[0].meta["val"]
+    if first.numel() != num_tokens or not first.dtype.is_floating_point:
+        return None
+    form = (routing.num_rows, first.dtype)
+    outside = [n for n in routing.inputs(column) if (n.meta["val"].numel(), n.meta["val"].dtype) == form]
+    for values, ids in routing.tried(column):
+        rows = _rows(num_tokens, column, values, ids)
+        outside = [n for n in outside if rows is not None and _is_of(rows, values[n])]
+    return outside[0] if outside else None
 
-    routing: Routing
-    num_tokens: int
-    column: Sequence[fx.Node]
 
-    def weight(self) -> fx.Node | None:
-        """The value of each choice that the input is at its tokens; None if it is none."""
-        first = self.column[0].meta["val"]
-        if first.numel() != self.num_tokens or not first.dtype.is_floating_point:
-            return None
-        form = (self.routing.num_rows, first.dtype)
-        inputs = self.routing.inputs(self.column)
-        outside = [n for n in inputs if (n.meta["val"].numel(), n.meta["val"].dtype) == form]
-        for values, ids in self.routing.tried(self.column):
-            rows = self._rows(values, ids)
-            outside = [n for n in outside if rows is not None and _is_of(rows, values[n])]
-        return outside[0] if outside else None
+def is_true(routing: Routing, num_tokens: int, column: Sequence[fx.Node]) -> bool:
+    """Return whether an input of each branch is True at all tokens that chose its expert."""
+    if column[0].meta["val"].dtype is not torch.bool:
+        return False
+    found = [_rows(num_tokens, column, values, ids) for values, ids in routing.tried(column)]
+    return bool(found) and all(rows is not None and bool(rows.all()) for rows in found)
 
-    def is_true(self) -> bool:
-        """Whether it is True at all of them."""
-        if self.column[0].meta["val"].dtype is not torch.bool:
-            return False
-        found = [self._rows(values, ids) for values, ids in self.routing.tried(self.column)]
-        return bool(found) and all(rows is not None and bool(rows.all()) for rows in found)
 
-    def _rows(self, values: Mapping[fx.Node, Tensor], ids: list[Tensor]) -> Tensor | None:
-        """At each pair in their own order [pairs, rest]; None if a branch reads another value."""
-        if any(n not in values or shape_of(n) != shape_of(self.column[0]) for n in self.column):
-            return None
-        expert = ids[0].flatten().long()
-        token = torch.arange(len(expert)) // (len(expert) // self.num_tokens)
-        return torch.stack([values[n].reshape(self.num_tokens, -1) for n in self.column])[expert, token]
+def _rows(
+    num_tokens: int, column: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], ids: list[Tensor]
+) -> Tensor | None:
+    """Return the input of each pair of a token and an expert that it chose, in the order of the pairs [pairs, rest];
+    None if a branch reads another value."""
+    if any(n not in values or shape_of(n) != shape_of(column[0]) for n in column):
+        return None
+    expert = ids[0].flatten().long()
+    token = torch.arange(len(expert)) // (len(expert) // num_tokens)
+    return torch.stack([values[n].reshape(num_tokens, -1) for n in column])[expert, token]
 
 
 def _is_of(rows: Tensor, weight: Tensor) -> bool:
-    """Whether rows [pairs, 1] are a weight's elements, and so are their gradients; no other value gets one."""
+    """Return whether rows [pairs, 1] are a weight's elements, and so are their gradients; no other value gets one."""
     if not torch.equal(rows.flatten(), weight.flatten()):
         return False
     drawn, leaves = torch.rand_like(rows), list(leaves_of(rows))
@@ -196,7 +188,7 @@ def _is_of(rows: Tensor, weight: Tensor) -> bool:
 
 
 def hides_nothing(node: fx.Node, true: fx.Node) -> fx.Node | None:
-    """The value that a call gives where ``true`` is True, if the call only chooses by it."""
+    """Return the value that a call gives where ``true`` is True, if the call only chooses by it."""
     if packet_of(node.target) is not aten.where or len(node.args) < 2 or node.args[0] is not true:
         return None
     kept, whole = node.args[1], shape_of(node)
@@ -208,16 +200,10 @@ def hides_nothing(node: fx.Node, true: fx.Node) -> fx.Node | None:
 
 
 def bared(routing: Routing, num_tokens: int, column: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """The values under masks that are True at all rows of an expert: float16 hides the other rows wherever it reads."""
+    """Return the values under masks that are True at all rows of an expert: float16 hides other rows at each read."""
     covers = [without_reshapes(node) for node in column]
     masks = [n.args[0] for n in covers if packet_of(n.target) is aten.where and isinstance(n.args[0], fx.Node)]
     found = [n for pair in zip(covers, masks, strict=False) if (n := hides_nothing(*pair)) is not None]
-    if len(found) < len(column) or not Chosen(routing, num_tokens, masks).is_true():
+    if len(found) < len(column) or not is_true(routing, num_tokens, masks):
         return column
     return bared(routing, num_tokens, found)
-
-
-def without_repeats(column: Iterable[fx.Node]) -> list[fx.Node]:
-    """The inputs of the branches, each that is another in a shape of its own replaced by the first that is so too."""
-    firsts: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
-    return [firsts.setdefault((without_reshapes(node), shape_of(node)), node) for node in column]

@@ -24,24 +24,24 @@ ROWS, STACK = Domain(rows=0), Domain(experts=0)
 
 
 def domain_of(node: fx.Node) -> Domain | None:
-    """None for a value outside of it."""
+    """Return the mark of a value; None outside the domain."""
     return node.meta.get("domain")
 
 
 def counts_rows(node: fx.Node) -> bool:
-    """Whether the length of a value's first dim, and of no other, follows the routing."""
+    """Return whether the length of a value's first dim, and of no other, follows the routing."""
     domain = domain_of(node)
     return domain is not None and domain.rows == 0
 
 
 def axis_of(node: fx.Node) -> str:
-    """The axis over which a value is typed."""
+    """Return the axis over which a value is typed."""
     domain = domain_of(node)
     return "tp" if domain is None else domain.axis
 
 
 def in_domain(node: fx.Node, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
-    """``shape`` of a value with its experts sharded over ep, and the slots of all senders; rows as if none left."""
+    """Return ``shape`` of a value with its experts sharded over ep, and the slots of all senders; rows stay."""
     domain = domain_of(node)
     if domain is None:
         return shape
@@ -54,11 +54,11 @@ def in_domain(node: fx.Node, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, 
 
 
 def share_of_slots(slots: int, mesh: Sizes) -> int:
-    """How many slots of an expert one rank sends of those that all ranks of tp have."""
+    """Return how many slots of an expert one rank sends, of those that all ranks of tp have."""
     return ceil(slots / mesh.tp)
 
 
 def share_of_rows(node: fx.Node, mesh: Sizes) -> float:
-    """The rows that a rank has when every expert gets as many, as a part of those in the graph."""
+    """Return the rows of a rank, as a part of those in the graph, if every expert gets equally many."""
     domain = domain_of(node)
     return 1.0 if domain is None or domain.rows < 0 else mesh.etp / mesh.tp

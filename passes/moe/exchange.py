@@ -30,19 +30,19 @@ from torch import Tensor
 
 
 def count_experts(num_experts: int, *chosen: Tensor) -> Tensor:
-    """How often each expert was chosen."""
+    """Return how often each expert was chosen."""
     return count_by_group(num_experts, 1, *chosen)[0]
 
 
 def count_by_group(num_experts: int, groups: int, *chosen: Tensor) -> Tensor:
-    """[groups, E]: the same of each of as many groups of tokens behind each other."""
+    """Return the same, [groups, E], of each of ``groups`` consecutive groups of tokens."""
     flat = torch.cat([ids.reshape(groups, -1) for ids in chosen], 1)
     counts = torch.zeros(groups, num_experts, dtype=torch.int64, device=flat.device)
     return counts.scatter_add(1, flat, torch.ones_like(flat))
 
 
 def meet(counts: Tensor, num_rows: int, token: Tensor | None = None, num_tokens: int = 0, nodes: int = 1) -> Tensor:
-    """Of the experts that are here; ``num_rows``: the sum of ``counts``, which is known without a look at it.
+    """Return the counts of the experts on this rank. ``num_rows``: the sum of ``counts``, known without reading them.
 
     ``token`` [num_rows]: that of each row, if tokens go once to a rank, and before to each of ``nodes`` of ep.
     """
@@ -54,12 +54,12 @@ def dispatch(rows: Tensor, here: Tensor) -> Tensor:
 
 
 def dispatch_tokens(tokens: Tensor, token: Tensor, here: Tensor) -> Tensor:
-    """Rows by expert, each a copy of its token."""
+    """Return rows by expert, each a copy of its token."""
     return tokens.index_select(0, token)
 
 
 def combine(rows: Tensor, token: Tensor, here: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """The sums of the results of the rows of each token, in ``dtype``."""
+    """Return the sums of the results of the rows of each token, in ``dtype``."""
     return rows.new_zeros(num_tokens, *rows.shape[1:]).index_add(0, token, rows).to(dtype)
 
 
@@ -72,30 +72,29 @@ def part(rows: Tensor, here: Tensor, number: int) -> Tensor:
 
 
 def share(weight: Tensor) -> Tensor:
-    """A weight that every rank has, read by the experts of each: its gradient is that of all of them."""
+    """Return a weight that every rank has and its experts read: its gradient is that of all of them."""
     return weight
 
 
 def own_member(*weights: Tensor) -> Tensor:
-    """Of weights of several experts, of which each rank of ep has one, this rank's. A lowered graph has it itself."""
+    """Return this rank's of the weights of several experts, one on each rank of ep. A lowered graph has it itself."""
     return weights[0]
 
 
 def with_gradient(weight: Tensor) -> Tensor:
-    """A weight that trains on some ranks. Where it is frozen it gets a gradient too, and drops it: the backward of each
-    rank has the exchanges of all.
-    """
+    """Return a weight that trains on some ranks. A frozen one gets a gradient too, and drops it: the backward of each
+    rank has the exchanges of all."""
     is_frozen = torch.is_grad_enabled() and not weight.requires_grad
     return weight.detach().requires_grad_() if is_frozen else weight
 
 
 def own_slices(value: Tensor, dim: int) -> Tensor:
-    """Those of this rank's experts, of a value of all experts that every rank has."""
+    """Return the slices of this rank's experts, of a value of all experts that every rank has."""
     return value
 
 
 def join(*parts: Tensor, dim: int = 0) -> Tensor:
-    """The rows of all experts, by expert; or their slots, ``dim`` counting the experts."""
+    """Return the rows of all experts, by expert; or their slots, ``dim`` counting the experts."""
     return torch.cat(parts, dim)
 
 
@@ -104,12 +103,13 @@ def give_back(rows: Tensor, here: Tensor) -> Tensor:
 
 
 def count_taken(num_experts: int, *taken: Tensor) -> Tensor:
-    """[1, E]: how many tokens each expert takes, of those that take as many."""
+    """Return [1, E]: how many tokens each expert takes, of those that take equally many."""
     return taken[0].new_full((1, num_experts), sum(ids.numel() for ids in taken) // num_experts)
 
 
 def send_slots(x: Tensor, experts: int, slots: int, counts: Tensor | None = None) -> Tensor:
-    """``counts`` [groups, E], given once a layer: the number of a group's tokens that chose each expert."""
+    """Return the slots of this rank's experts. ``counts`` [groups, E], given once a layer: the number of a group's
+    tokens that chose each expert."""
     return x
 
 
@@ -122,13 +122,13 @@ def return_slots(x: Tensor, experts: int, slots: int) -> Tensor:
 
 
 def name_rows(num_tokens: int) -> Tensor:
-    """``meta["draw"]`` says how tokens are numbered."""
+    """Return (sample, place) of each token; ``meta["draw"]`` says how tokens are numbered."""
     place = torch.arange(num_tokens)
     return torch.stack([torch.zeros_like(place), place], 1)
 
 
 def drop_rows(rows: Tensor, p: float, names: Tensor, sites: tuple[int, ...]) -> Tensor:
-    """``meta["draw"]`` is that of one row, but for the site of each rank of ep, for its own expert."""
+    """Return dropout of rows by name. ``meta["draw"]``: that of one row, but for the site: one for each rank of ep."""
     return torch.dropout(rows, p, True)
 
 
@@ -137,7 +137,7 @@ def ends_of(here: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ids_of(here: Tensor, num_rows: int) -> Tensor:
-    """The expert of each row, counted from the first that is here."""
+    """Return the expert of each row, counted from the first that is here."""
     return torch.arange(len(here), device=here.device).repeat_interleave(here, output_size=num_rows)
 
 

@@ -57,14 +57,14 @@ class Space:
     below: Reached = field(init=False)
 
     def dim(self, node: fx.Node) -> int:
-        """The dim that counts the experts and nothing else; -1 if there is none."""
+        """Return the dim that counts the experts and nothing else; -1 if there is none."""
         whole = [d for d, inner in self.places.get(node, ()) if inner == 1 and shape_of(node)[d] == self.size]
         return whole[0] if len(whole) == 1 else -1
 
 
 def spaces(graph: fx.Graph) -> list[Space]:
-    """Of each router, the last first; then of each ranking of tokens by which the experts of a stack may take theirs.
-    Whether they have experts is decided later."""
+    """Return the numbering of each router, the last first; then of each ranking of tokens by which the experts of a
+    stack may take theirs. Whether they have experts is decided later."""
     sizes = {n for w in graph.find_nodes(op="placeholder") if is_parameter(w) and len(s := shape_of(w)) > 2 for n in s}
     known, found = cache(rule_of), dict[tuple[fx.Node, int], Space]()
     for node, ranked, chosen in (*_selections(graph), *_given(graph)):
@@ -83,14 +83,9 @@ def spaces(graph: fx.Graph) -> list[Space]:
 
 
 def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
-    """The product that made the scores; without one, the scores."""
-
-    def up(at: tuple[fx.Node, Place]) -> list[tuple[fx.Node, Place]]:
-        node, place = at
-        return [found for found in tied(node, node, place, size, known) if found[0] in node.all_input_nodes]
-
-    start = (scores, (dim, 1))
-    seen = walk([start], up, stop=lambda at: at[0].target in PRODUCTS)
+    """Return the product that made the scores; without one, the scores."""
+    up = lambda at: [found for found in tied(at[0], *at, size, known) if found[0] in at[0].all_input_nodes]  # noqa: E731
+    seen = walk([(scores, (dim, 1))], up, stop=lambda at: at[0].target in PRODUCTS)
     return min((node for node, _ in seen if node.target in PRODUCTS), default=scores)
 
 
@@ -106,18 +101,15 @@ def _grow(graph: fx.Graph, known: Known, order: list[Space]) -> None:
 
 
 def _find_places(space: Space, known: Known, of_others: Reached) -> None:
-    """From the scores' dim and from the dims that ids make, to values ``of_others``: other routers and what they lead
-    to."""
+    """Find places from the scores' dim and from the dims that ids make, up to values ``of_others``: other routers, and
+    all that depends on these."""
     space.ids = set() if space.takes else _spread(space.chosen)
     of_ids = [*_dims_of_experts(space.ids, space.size), *_stacks_of_slots(space.ids, space.size, space.below)]
 
-    def is_closed(node: fx.Node) -> bool:
-        is_above = node in space.above and node.op != "placeholder" and not is_weight(node)
-        return node in of_others or (is_above and node is not space.root)
-
     def counts(at: tuple[fx.Node, Place]) -> bool:
         node, (dim, inner) = at
-        return not is_closed(node) and shape_of(node)[dim] % (inner * space.size) == 0
+        is_above = node in space.above and node is not space.root and node.op != "placeholder" and not is_weight(node)
+        return not is_above and node not in of_others and shape_of(node)[dim] % (inner * space.size) == 0
 
     def beside(at: tuple[fx.Node, Place]) -> Iterator[tuple[fx.Node, Place]]:
         return chain.from_iterable(tied(call, *at, space.size, known) for call in (at[0], *at[0].users))
@@ -131,8 +123,8 @@ def _find_places(space: Space, known: Known, of_others: Reached) -> None:
 
 
 def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
-    """(call, dim, nodes of its indices) of calls that choose by several scores along a dim, the best of them or all in
-    their order, with a choice that is read."""
+    """Yield (call, dim, nodes of its indices) of calls that choose by several scores along a dim, the best of them or
+    all in their order, with a choice that is read."""
     for node in graph.nodes:
         given = named(node) if node.target in CHOOSING else {}
         if given.get("dim") is None or len(node.all_input_nodes) != 1:
@@ -145,8 +137,8 @@ def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]
 
 
 def _given(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
-    """(call, dim, [numbers]) of calls that pick scores by numbers that no score decided, but integers of the batch:
-    those of a table of tokens, say."""
+    """Yield (call, dim, [numbers]) of calls that pick scores by numbers that no score decided, but integers of the
+    batch: those of a table of tokens, say."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if not is_parameter(n) and not n.meta.get("known")]
     is_of_integers = lambda n: n.op != "output" and not any(map(is_float, (n, *n.all_input_nodes)))  # noqa: E731
     of_batch = set(walk(inputs, readers, into=is_of_integers))
@@ -159,7 +151,7 @@ def _given(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
 
 
 def _spread(chosen: Iterable[fx.Node]) -> set[fx.Node]:
-    """All values with such ids as elements."""
+    """Return all values with such ids as elements."""
     known = set[fx.Node]()
     for node in walk(chosen, lambda n: [u for u in n.users if u.op == "call_function" and _is_same(u, n, known)]):
         known.add(node)
@@ -179,11 +171,9 @@ def _is_same(user: fx.Node, node: fx.Node, known: set[fx.Node]) -> bool:
 
 
 def _dims_of_experts(ids: set[fx.Node], size: int) -> Iterator[tuple[fx.Node, int]]:
-    """(node, dim) that count experts since ids say which."""
-    for node in sorted(ids):
-        for user in node.users:
-            if user.op == "call_function":
-                yield from _dims_made(user, node, size)
+    """Yield (node, dim) that count experts because ids index them."""
+    for node, user in [(n, u) for n in sorted(ids) for u in n.users if u.op == "call_function"]:
+        yield from _dims_made(user, node, size)
     # computed of ids without a gradient: the ends of the rows of each expert, however they are counted
     for node in walk(ids, lambda n: [u for u in n.users if u.op == "call_function" and not u.meta["grad"]]):
         if shape_of(node) == (size,) and any(is_grouped(user) and user.args[2] is node for user in node.users):
@@ -210,9 +200,8 @@ def _dims_made(user: fx.Node, ids: fx.Node, size: int) -> Iterator[tuple[fx.Node
 
 
 def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Reached) -> Iterator[tuple[fx.Node, int]]:
-    """(weight, dim) of stacks multiplied with slots that are filled by numbers of experts. ``below``: values that
-    depend on the router, so a residual ends the path to them.
-    """
+    """Yield (weight, dim) of stacks multiplied with slots that are filled by numbers of experts. ``below``: values that
+    depend on the router, so a residual ends the path to them."""
 
     is_own = lambda n: is_weight(n) or not n.all_input_nodes  # noqa: E731  # no value of tokens
 
@@ -226,7 +215,7 @@ def _stacks_of_slots(ids: Iterable[fx.Node], size: int, below: Reached) -> Itera
 
 
 def _kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
-    """(weight, dim) of ``size`` that a product keeps apart: it is a dim of both operands, and of the result."""
+    """Yield (weight, dim) of ``size`` that a product keeps apart: it is a dim of both operands, and of the result."""
     rule, read = rule_of(product), operands_of(product)
     if rule is None:
         return
@@ -238,7 +227,7 @@ def _kept_apart(product: fx.Node, size: int) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _is_placed(call: fx.Node, numbers: set[fx.Node]) -> bool:
-    """Whether a call puts or picks values at places that ``numbers`` say."""
+    """Return whether a call puts or picks values at places that ``numbers`` say."""
     if call.op != "call_function" or not is_float(call):
         return False
     found, given = lookup(call), named(call)

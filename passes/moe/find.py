@@ -15,7 +15,7 @@ read. Values stay the same to the bit; gradients are added up before the call's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ from passes.rules.table import rule_of
 
 
 def find_experts(program: Program) -> Experts:
-    """In the graph's order. If a part is not understood, equal calls of one weight become one, and all is looked at
-    again: experts that share their first layers read the same values then."""
+    """Return the layers in the graph's order. If a part is not understood, equal calls of one weight become one and the
+    search is repeated: experts that share their first layers read the same values then."""
     found = _found(program)
     return _found(program) if found.doubts and _merge_equal_calls(program) else found
 
@@ -61,7 +61,7 @@ def _found(program: Program) -> Experts:
 
 
 class _Unclear(Exception):
-    """Why a candidate is no layer that is understood."""
+    """The reason why a candidate is not understood as a layer."""
 
 
 def _layer(space: Space, products: list[paths.Product]) -> ExpertLayer | None:
@@ -123,8 +123,8 @@ def _made(space: Space, parts: Parts) -> ExpertLayer:
 
 
 def _merge_equal_calls(program: Program) -> bool:
-    """Equal calls that read one weight, or one value of such calls, become one, in place; return whether there were
-    any. Not merged: draws, and functions that are no op of PyTorch."""
+    """Merge equal calls that read one weight, or one value of such calls, in place; return whether there were any.
+    Draws, and functions that are no op of PyTorch, stay."""
     graph, firsts, merged = program.graph.graph, dict[object, fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or draws(node.target):
@@ -143,11 +143,10 @@ def _merge_equal_calls(program: Program) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """``first``: what the inputs of the first products are made of; ``last``: the last products with stacks, or the
-    summands of branches, in the experts' order. ``of_stacks``: the first products with stacks; none of branches.
-    ``capacity``: the number of rows that each branch reads of its own part of a value with a dim of experts; 0 if all
-    read the same rows.
-    """
+    """The parts of a candidate. ``first``: what the inputs of the first products are made of; ``last``: the last
+    products with stacks, or the summands of branches, in the experts' order. ``of_stacks``: the first products with
+    stacks; none of branches. ``capacity``: the number of rows that each branch reads of its own part of a value with a
+    dim of experts; 0 if all read the same rows."""
 
     first: list[fx.Node]
     last: list[fx.Node]
@@ -174,36 +173,27 @@ def branches_of(space: Space) -> Parts | None:
         numbers = [tips[tip] for tip in last[first::each]]
         if not _are_alike(numbers, orders[first::each], values):
             raise _Unclear(f"the branches of its {space.size} numbers differ from each other")
-    weights = [{*map(_weight_of, order)} for order in orders]
-    if any(weights[i] != weights[i // each * each] for i in range(len(orders))):
+    weights = [{*map(_weight_of, order)} for order in (orders if each > 1 else ())]
+    if any(weights[i] != weights[i // each * each] for i in range(len(weights))):
         raise _Unclear(f"the branches of one of its {space.size} numbers have different weights")
     columns = [column for column in zip(*orders[::each], strict=True) if _is_own_weight(column[0], orders[0])]
-    if not all(_are_parts(column, space.size) for column in columns if not is_parameter(column[0])):
-        raise _Unclear(f"the branches of its {space.size} numbers do not read parts of a stack in its order")
-    return _branches(space, last, orders, columns)
+    return _branches(space, last, orders, dict.fromkeys(_held(column, space.size) for column in columns))
 
 
 def _weight_of(node: fx.Node) -> tuple[fx.Node | None, int, int]:
-    """(parameter, dim, number) of a part of a stack; of a parameter itself both are -1; (None, -1, -1) of others."""
+    """Return (parameter, dim, number) of a part of a stack; (parameter, -1, -1) of itself; (None, -1, -1) of others."""
     pick = pick_of_weight(node)
     return (node if is_parameter(node) else None, -1, -1) if pick is None else (pick.whole, pick.dim, pick.number)
 
 
 def _is_own_weight(node: fx.Node, own: Collection[fx.Node]) -> bool:
-    """Whether it is a weight of one branch alone, or that branch's part of a stack."""
+    """Return whether a value is a weight of one branch alone, or that branch's part of a stack."""
     weight, dim, _ = _weight_of(node)
     return weight is not None and (dim < 0 or weight not in own)
 
 
-def _are_parts(column: Sequence[fx.Node], size: int) -> bool:
-    """Whether weights are the parts of one stack, in order."""
-    stack, dim, _ = _weight_of(column[0])
-    is_whole = stack is not None and shape_of(stack)[dim] == size
-    return is_whole and [*map(_weight_of, column)] == [(stack, dim, number) for number in range(size)]
-
-
 def _values_of_one(space: Space) -> dict[fx.Node, int]:
-    """Value → the number of its expert: values that test for one number, and those made of them before any sum."""
+    """Return value → its expert's number: of values that test for one number, and those made of them before any sum."""
     known: dict[fx.Node, int] = {}
     for node, number in walk(_asked(space), lambda at: [(u, at[1]) for u in at[0].users if _passes(u, known, at[1])]):
         known.setdefault(node, number)
@@ -223,7 +213,7 @@ def _asked(space: Space) -> Iterator[tuple[fx.Node, int]]:
 
 
 def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
-    """Whether a call's result is of that number alone: made of its values and weights, or zero where these are."""
+    """Return whether a result is of that number alone: made of its values and weights, or zero where these are."""
     if user.op != "call_function" or any(known.get(n, number) != number for n in user.all_input_nodes):
         return False
     if user.target is aten.add.Tensor and user.args[1] == 0:
@@ -235,12 +225,8 @@ def _passes(user: fx.Node, known: Mapping[fx.Node, int], number: int) -> bool:
 
 
 def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node]]:
-    """For each value its ancestors that no value of another number has."""
-
-    def is_near(node: fx.Node) -> bool:
-        return is_weight(node) or node not in space.above
-
-    above = {n: set(walk([n], operands, into=is_near)) for n in tips}
+    """Return for each value its ancestors that no value of another number has."""
+    above = {n: set(walk([n], operands, into=lambda n: is_weight(n) or n not in space.above)) for n in tips}
     holders: dict[fx.Node, set[int]] = {}
     for tip, nodes in above.items():
         for node in nodes:
@@ -249,14 +235,14 @@ def _own(space: Space, tips: Mapping[fx.Node, int]) -> dict[fx.Node, set[fx.Node
 
 
 def _are_alike(numbers: list[int], orders: list[list[fx.Node]], values: Mapping[fx.Node, int]) -> bool:
-    """Whether the branches of all numbers compute the same; each may take the part of its number of another value."""
+    """Return whether the branches of all numbers compute the same; each may take its number's part of another value."""
     plain = {_form(order, None, values) for order in orders}
     return len(plain) == 1 or len({_form(*given, values) for given in zip(orders, numbers, strict=True)}) == 1
 
 
 def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int]) -> tuple[Any, ...]:
-    """The computation of a branch, without the names of its own values and its number. ``number``: if it takes that
-    part of other values."""
+    """Return the computation of a branch, without the names of its own values and its number. ``number``: if it takes
+    that part of other values."""
     position = {node: i for i, node in enumerate(order)}
 
     def line(node: fx.Node) -> tuple[Any, ...]:
@@ -273,16 +259,16 @@ def _form(order: list[fx.Node], number: int | None, values: Mapping[fx.Node, int
 
 
 def _branches(
-    space: Space, last: list[fx.Node], orders: list[list[fx.Node]], columns: list[tuple[fx.Node, ...]]
+    space: Space, last: list[fx.Node], orders: list[list[fx.Node]], held: Iterable[tuple[tuple[fx.Node, ...], int]]
 ) -> Parts:
-    """``columns``: each weight of the branches, in the order of the numbers."""
+    """Return the branches' parts. ``held``: the nodes of each weight, and its dim of experts."""
     each = len(orders) // space.size
     whole = [
         [p for n in order if n.op == "call_function" and (p := paths.product_of(n, lambda _: -1))]
         for order in orders[:each]
     ]
     edges = [paths.ends(products, space.above) for products in whole]
-    weights = paths.weights_of(dict.fromkeys(map(_held, columns)), whole[0], *edges[0])
+    weights = paths.weights_of(held, whole[0], *edges[0])
     first, made = list[fx.Node](), list[fx.Node]()
     for number, order in enumerate(orders):  # alike, so that products of the first expert's stand at the same places
         own = dict(zip(orders[number % each], order, strict=True))
@@ -293,21 +279,25 @@ def _branches(
 
 
 def _from_outside(read: list[fx.Node], order: list[fx.Node]) -> list[fx.Node]:
-    """What values that a branch makes of its weights read beside these: tokens, before the norm of an expert."""
+    """Return the values that a branch reads beside its weights and values of these: tokens, before an expert's norm."""
     inside = set(order)
     own = set(walk([n for n in order if _is_own_weight(n, inside)], readers, into=inside.__contains__))
     found = [walk([x], operands, stop=lambda n: n not in own or is_weight(n)) for x in read]
     return [n for nodes in found for n in nodes if n not in own]
 
 
-def _held(column: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], int]:
-    """The weights that a column is, or the stack that it is the parts of, and its dim of experts."""
+def _held(column: tuple[fx.Node, ...], size: int) -> tuple[tuple[fx.Node, ...], int]:
+    """Return the weights that a column is, or the stack that it is the parts of, in order; and its dim of experts."""
+    if is_parameter(column[0]):
+        return column, -1
     stack, dim, _ = _weight_of(column[0])
-    return (column, -1) if stack is None or dim < 0 else ((stack,), dim)
+    if stack is None or [*map(_weight_of, column)] != [(stack, dim, i) for i in range(shape_of(stack)[dim])]:
+        raise _Unclear(f"the branches of its {size} numbers do not read parts of a stack in its order")
+    return (stack,), dim
 
 
 def _capacity(space: Space, first: list[fx.Node]) -> int:
-    """The number of rows of each expert's part of one value, if all read such parts."""
+    """Return the number of rows of each expert's part of one value, if all read such parts."""
     found = [pick_of(base(x)) for x in first]
     wholes = {pick.whole if pick is not None and pick.dim == space.dim(pick.whole) else None for pick in found}
     sizes = {x.meta["val"].numel() // shape_of(x)[-1] for x in first}

@@ -23,7 +23,7 @@ from passes.program.program import Program
 
 
 class Dispatch(StrEnum):
-    """How tokens and the matrices of their experts are combined."""
+    """The ways in which tokens and the matrices of their experts are combined."""
 
     OFFSETS = "tokens sorted by expert"  # x[t·k, h] in E runs with given ends: none is dropped
     CAPACITY = "slots of each expert"  # x[E, c, h]: tokens without a slot are dropped
@@ -115,24 +115,24 @@ class ExpertPart:
     number: int = -1
 
     def first(self, ep: int, ep_rank: int) -> int:
-        """The first expert of an ep rank."""
+        """Return the first expert of an ep rank."""
         return ep_rank * (self.num_experts // ep)
 
     def is_held(self, ep: int, ep_rank: int) -> bool:
-        """Whether an ep rank has any of it."""
+        """Return whether an ep rank has any of it."""
         return self.dim >= 0 or self.owner(ep) == ep_rank
 
     def owner(self, ep: int) -> int:
-        """The ep rank that holds the parameter of one expert alone."""
+        """Return the ep rank that holds the parameter of one expert alone."""
         return self.number // (self.num_experts // ep)
 
     def local_shape(self, shape: tuple[int, ...], ep: int) -> tuple[int, ...]:
-        """The part of ``shape`` on a rank that holds it."""
+        """Return the part of ``shape`` on a rank that holds it."""
         return tuple(n // ep if d == self.dim else n for d, n in enumerate(shape))
 
 
 def expert_parts(experts: Experts) -> dict[str, ExpertPart]:
-    """Placeholder of a parameter → its part in the experts of its layer; nothing for all other parameters."""
+    """Return placeholder of a parameter → its part in the experts of its layer; nothing for all other parameters."""
     return {
         name: ExpertPart(layer.num_experts, weight.dim, -1 if weight.dim >= 0 else number)
         for layer in experts.layers
@@ -174,8 +174,7 @@ def resting(program: Program, experts: Experts) -> Mapping[str, tuple[int, ...]]
 
 
 def _skipped(program: Program, experts: Experts) -> Iterator[tuple[Asked, list[tuple[int, str]]]]:
-    """Yield the choices of each layer with parameters of one expert alone that a step may skip, and (number, dotted
-    name) of these."""
+    """Yield the choices of each layer with weights of one expert alone that a step may skip, (number, name) of each."""
     start = 0
     for layer in experts.layers:
         alone = (enumerate(map(program.parameters.get, weight.nodes)) for weight in layer.weights if weight.dim < 0)

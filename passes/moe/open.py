@@ -22,6 +22,7 @@ from passes.moe.opening import Exchange, Opening, RunsOpening, take_own_slices
 from passes.moe.opening_branches import BranchOpening
 from passes.moe.opening_pairs import PairOpening
 from passes.moe.opening_slots import SlotBranchOpening, SlotOpening
+from passes.moe.paths import most_alike
 from passes.moe.ties import is_grouped, lookup
 from passes.moe.tokens_once import send_tokens_once
 from passes.program.builder import Builder, erase_unread
@@ -50,11 +51,7 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
             fix="set ep: 1 and remove etp, or weight and sum the results of each expert for the tokens that chose it",
         )
     if not experts.layers:
-        raise PlanError(
-            f"ep = {mesh.ep}, etp = {mesh.etp}: the model has no experts with a router",
-            where="mesh.ep" if mesh.ep > 1 else "mesh.etp",
-            fix="set ep: 1 and remove etp",
-        )
+        raise _no_router(program, mesh)
     for layer in experts.layers:
         _check_sizes(program, layer, mesh)
     layers = list(experts.layers)
@@ -65,6 +62,16 @@ def open_experts(program: Program, experts: Experts, mesh: Sizes, *, nodes: int 
         for layer in layers
     )
     return Experts(opened)
+
+
+def _no_router(program: Program, mesh: Sizes) -> PlanError:
+    what, fix = f"ep = {mesh.ep}, etp = {mesh.etp}: the model has no experts with a router", "set ep: 1 and remove etp"
+    alike = most_alike(program.graph.graph)
+    if len(alike) < 4:  # query, key and value are three
+        return PlanError(what, where="mesh.ep" if mesh.ep > 1 else "mesh.etp", fix=fix)
+    why = f"no topk, sort, max or argmax of {len(alike)} scores gives the indices that choose among these products"
+    fix = f"choose by the indices of one topk of {len(alike)} scores; or {fix}"
+    return PlanError(f"{what}: {why}", where=where_of(alike[0].node), fix=fix)
 
 
 def to_rows(program: Program, layer: ExpertLayer, layers: Iterable[ExpertLayer] = (), ep: int = 0) -> ExpertLayer:
@@ -79,7 +86,7 @@ def to_rows(program: Program, layer: ExpertLayer, layers: Iterable[ExpertLayer] 
 
 
 def _chosen_rows_alone(program: Program, experts: Experts, dense: str) -> Experts:
-    """Experts that compute tokens which did not choose them compute the rows that did, on every rank."""
+    """Rewrite experts that compute tokens which did not choose them to compute the rows that did, on every rank."""
     layers = list(experts.layers)
     for place, layer in enumerate(layers):
         most = layer.num_experts - 1 if layer.tips else layer.num_experts // FEW
@@ -92,14 +99,11 @@ def _opened_here(program: Program, layer: ExpertLayer, layers: list[ExpertLayer]
     if dense:
         return replace(layer, dense=Doubt(dense))
     nodes = program.graph.graph.nodes
-    before = {node: domain_of(node) for node in nodes}
+    before = set(nodes)
     try:
         opened = to_rows(program, layer, layers)
     except PlanError as error:
         erase_unread(program.graph.graph, [node for node in nodes if node not in before])
-        for node, domain in before.items():
-            node.meta.pop("domain", None)
-            node.meta |= {} if domain is None else {"domain": domain}
         return replace(layer, dense=Doubt(error.what.partition(": ")[2], error.where))
     for node in nodes:
         if (domain := domain_of(node)) is not None:
@@ -149,7 +153,7 @@ OF_ROWS = "the result of one row depends on other rows"
 
 
 class RowOpening(RunsOpening):
-    """Opens a captured graph at products with stacks, of rows that the model sorted by expert.
+    """The opening of a captured graph at products with stacks, of rows that the model sorted by expert.
 
         rows = tokens[order // k]  →  products with stacks [E, …]  →  times probs, back in order, summed
 
@@ -172,14 +176,14 @@ class RowOpening(RunsOpening):
         return self.layer
 
     def _kind(self, node: fx.Node, value: fx.Node) -> str:
-        """ "ends" of each expert's rows, "ids" of the expert of each row, or "rows"."""
+        """Return "ends" of each expert's rows, "ids" of the expert of each row, or "rows"."""
         if is_grouped(node) and node.all_input_nodes[2] is value:
-            if not self.routing.are_ends(value):
+            if self.routing.name_of(value) != "ends":
                 raise self.refusal(node, "its row counts do not come from the choices of the router")
             return "ends"
         found, shape = lookup(node), shape_of(value)
         if found is not None and found[2] is value:
-            if not self.routing.are_ids(value):
+            if self.routing.name_of(value) != "expert":
                 raise self.refusal(node, "its rows are not sorted by expert")
             return "ids"
         if shape[:1] != (self.routing.num_rows,) or not value.meta["val"].dtype.is_floating_point:

@@ -41,8 +41,8 @@ OF_STACKS = "the stack of experts changes its layout"
 
 
 class Opening:
-    """Puts the exchange around the calls of ``layer`` that depend on the expert. ``run`` returns the layer with the
-    calls of now; it raises PlanError if the layer is not understood.
+    """The rewrite that puts the exchange around the calls of ``layer`` that depend on the expert. ``run`` returns the
+    layer with its present calls; it raises PlanError if the layer is not understood.
 
     ``apart``: calls of other ``layers`` with the same weights. ``num_here``: experts on each rank of ep. ``alone``:
     rows stay on their rank (``ep`` is 0), so no other draws for them.
@@ -60,12 +60,12 @@ class Opening:
         raise NotImplementedError
 
     def refusal(self, node: fx.Node, why: str) -> PlanError:
-        """The error for a call that is not understood."""
+        """Return the error for a call that is not understood."""
         what = f"these {self.layer.num_experts} experts cannot be distributed over ep: {why}"
         return PlanError(what, where=where_of(node), fix=f"{self.FIX}, or set mesh.ep: 1")
 
     def replaced(self, end: fx.Node, whole: fx.Node, **changes: Any) -> ExpertLayer:
-        """The layer with ``changes``, and with ``whole`` in the place of ``end``."""
+        """Return the layer with ``changes``, and with ``whole`` in the place of ``end``."""
         combined = whole.name if end.name == self.layer.combined else self.layer.combined
         end.replace_all_uses_with(whole)
         erase_unread(self.graph, [end])
@@ -76,7 +76,7 @@ class Opening:
             raise self.refusal(self.routing.chosen[0], "its choices are not the result of one topk")
 
     def check_named(self, weights: Iterable[fx.Node]) -> None:
-        """``weights``: values made of weights alone."""
+        """Raise if layout-invariant dropout draws for ``weights``, values made of weights alone."""
         if drawn := sorted(node for node in weights if "draw" in node.meta):
             error = self.refusal(drawn[0], "layout_invariant dropout has no names for elements of weights")
             raise PlanError(error.what, where=error.where, fix=f"write dropout: fast; or {error.fix}")
@@ -97,7 +97,7 @@ class StackOpening(Opening):
         self.check_named(self.of_stacks)
 
     def stack_dims(self) -> dict[fx.Node, int]:
-        """The dim of experts of all of these."""
+        """Return the dim of experts of all of these."""
         return follow(self.stacks, self.of_stacks - set(self.stacks), self.refusal, OF_STACKS, every=True)
 
 
@@ -122,26 +122,26 @@ class RunsOpening(StackOpening):
             self.entries.setdefault(value, node)
 
     def enter(self, bring: Callable[[fx.Node, Builder], fx.Node]) -> None:
-        """Calls inside read each entry on the ranks of its experts."""
+        """Let calls inside read each entry on the ranks of its experts."""
         for value, reader in self.entries.items():
             brought = bring(value, Builder(self.graph, reader, value))
             for user in [u for u in value.users if u in self.inside]:
                 user.replace_input_with(value, brought)
 
     def leave(self, give_back: Callable[[fx.Node, Builder], fx.Node]) -> None:
-        """Calls outside read each result on its own rank again."""
+        """Let calls outside read each result on its own rank again."""
         for node in _border_of(self.inside):
             back = give_back(node, Builder(self.graph, node.next, node))
             for user in [u for u in node.users if u not in self.inside and u is not back]:
                 user.replace_input_with(node, back)
 
     def mark(self, experts: Mapping[fx.Node, int], of: Callable[[fx.Node], Domain]) -> None:
-        """``experts``: the dim of those of each value made of stacks; ``of``: the mark of a call inside."""
+        """Mark all values. ``experts``: that dim of values made of stacks; ``of``: the mark of a call inside."""
         for node in self.of_stacks | self.inside:
             node.meta["domain"] = of(node) if node in self.inside else Domain(experts=experts[node])
 
     def _inside(self) -> set[fx.Node]:
-        """Calls that read stacks, and calls between them; then calls that read only such values."""
+        """Return calls that read stacks, and calls between them; then calls that read only such values."""
         seeds = {u for n in self.of_stacks for u in n.users} - self.of_stacks - self.apart
         inside = between(seeds, seeds)
         while len(border := _border_of(inside)) > 1:
@@ -154,12 +154,12 @@ class RunsOpening(StackOpening):
 
 
 def _border_of(inside: set[fx.Node]) -> list[fx.Node]:
-    """Calls inside that others read, in the graph's order."""
+    """Return calls inside that others read, in the graph's order."""
     return [n for n in sorted(inside) if any(u not in inside for u in n.users)]
 
 
 def _stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
-    """The dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
+    """Return the dim of experts of each stack of ``layer``, and of a rank's own slices of other weights."""
     of_weights = [(weight.nodes[0], weight.dim) for weight in layer.weights]
     return {program.node(name): dim for name, dim in (*of_weights, *layer.beside)}
 
@@ -168,9 +168,9 @@ def _stacks_of(program: Program, layer: ExpertLayer) -> dict[fx.Node, int]:
 
 
 class Exchange:
-    """Of the rows of one layer. Owns its calls, each of which is made when it is first asked for.
+    """The exchange of the rows of one layer. Owns its calls, each of which is made when it is first asked for.
 
-    ``build``: where they are made. ``top_k``: how many rows in turn are of one token, if not one for each choice.
+    ``build``: where they are made. ``top_k``: how many consecutive rows are of one token, if not one for each choice.
     """
 
     def __init__(self, build: Builder, routing: Routing, top_k: int = 0) -> None:
@@ -178,12 +178,12 @@ class Exchange:
 
     @cached_property
     def counts(self) -> fx.Node:
-        """Of the rows of each expert."""
+        """The number of rows of each expert."""
         return self.build.call(exchange.count_experts, self.routing.size, *self.routing.chosen)
 
     @cached_property
     def ends(self) -> fx.Node:
-        """Of the rows of each expert."""
+        """The ends of the rows of each expert."""
         return self.build.call(aten.cumsum.default, self.counts, 0)
 
     @cached_property
@@ -202,40 +202,40 @@ class Exchange:
 
     @cached_property
     def token(self) -> fx.Node:
-        """That of each row."""
+        """The token of each row."""
         return self.build.call(aten.floor_divide.default, self.order, self.top_k)
 
     @cached_property
     def expert(self) -> fx.Node:
-        """That of each row."""
+        """The expert of each row."""
         return self.build.call(aten.index.Tensor, self._flat, [self.order])
 
     @cached_property
     def places(self) -> fx.Node:
-        """That of each pair among the rows."""
+        """The place of each pair among the rows."""
         return self._sorted(self.order)
 
     def _sorted(self, values: fx.Node) -> fx.Node:
         return self.build.call(getitem, self.build.call(aten.sort.stable, values, stable=True), 1)
 
     def dispatch(self, rows: fx.Node, build: Builder | None = None) -> fx.Node:
-        """Rows by expert, on the ranks of their experts."""
+        """Return rows by expert, on the ranks of their experts."""
         return (build or self.build).call(exchange.dispatch, rows, self.here, domain=ROWS)
 
     def bring(self, value: fx.Node, shape: list[int], *index: fx.Node) -> fx.Node:
-        """The rows of a value, seen in this shape, on the ranks of their experts; ``index``: of its first dims."""
+        """Return the rows of a value in this shape, on the ranks of their experts; ``index``: of its first dims."""
         return self.taken(self.build.call(aten.reshape.default, value, shape), *index)
 
     def taken(self, value: fx.Node, *index: fx.Node) -> fx.Node:
-        """The same of a value with these first dims."""
+        """Return the same of a value with these first dims."""
         return self.dispatch(self.build.call(aten.index.Tensor, value, list(index)))
 
     def give_back(self, rows: fx.Node, build: Builder | None = None) -> fx.Node:
-        """The results of the rows, at their own places."""
+        """Return the results of the rows, at their own places."""
         return (build or self.build).call(exchange.give_back, rows, self.here)
 
     def returned(self, rows: fx.Node, *, summed: bool) -> fx.Node:
-        """The results given back: of each pair, or ``summed`` over the choices of each token."""
+        """Give the results back: return those of each pair, or ``summed`` over the choices of each token."""
         pairs = self.build.call(aten.index.Tensor, self.give_back(rows), [self.places])
         if not summed:
             return pairs
@@ -247,7 +247,7 @@ class Exchange:
 
 
 def _apart_from(program: Program, layer: ExpertLayer, layers: Layers) -> frozenset[fx.Node]:
-    """The calls of other layers with weights of ``layer``: of a layer that a model applies several times."""
+    """Return the calls of other layers with weights of ``layer``: of a layer that a model applies several times."""
     held, found = {name for weight in layer.weights for name in weight.nodes}, set[fx.Node]()
     for other in layers:
         if other.tokens != layer.tokens and held & {n for w in other.weights for n in w.nodes}:
@@ -257,7 +257,7 @@ def _apart_from(program: Program, layer: ExpertLayer, layers: Layers) -> frozens
 
 
 def made_of(stacks: Iterable[fx.Node]) -> set[fx.Node]:
-    """Stacks, and calls that read nothing else."""
+    """Return stacks, and calls that read nothing else."""
     known = set(stacks)
     reading = lambda n: [u for u in n.users if u.op == "call_function" and known.issuperset(u.all_input_nodes)]  # noqa: E731
     for node in walk(known, reading):

@@ -20,14 +20,14 @@ from itertools import chain
 from torch import fx
 
 from passes.moe import exchange
-from passes.moe.branch_facts import Chosen, bared, check_hidden, end_of, hides_nothing, without_repeats
+from passes.moe.branch_facts import bared, check_hidden, end_of, hides_nothing, is_true, weight_of
 from passes.moe.domain import ROWS, Domain
 from passes.moe.layers import Dispatch, ExpertLayer, ExpertWeight
 from passes.moe.opening import Exchange, Layers, Opening, made_of
 from passes.moe.ties import Pick, picks
 from passes.moe.token_rows import DroppedRows, TokenRows
 from passes.program.builder import Builder, erase_unread
-from passes.program.ops.aten import aten, has_floats, shape_of
+from passes.program.ops.aten import aten, has_floats, shape_of, without_reshapes
 from passes.program.ops.groups import FILLED, PRODUCTS, Ops
 from passes.program.program import Program
 from passes.program.walks import between
@@ -49,7 +49,7 @@ class LoopOpening(Opening):
         self.tips = [self.every[e * each : (e + 1) * each] for e in range(layer.num_experts)]
 
     def hold_weights(self) -> None:
-        """Raises the error of the refusal for a stack with another reader."""
+        """Find the weights and the bodies. Raises the error of the refusal for a stack with another reader."""
         parts = [self._parts_of(weight) for weight in self.layer.weights]
         self.weights = [made_of(chain(*own)) for own in zip(*parts, strict=True)]
         self.check_named(chain(*self.weights))
@@ -59,7 +59,7 @@ class LoopOpening(Opening):
         ]
 
     def _parts_of(self, weight: ExpertWeight) -> list[list[fx.Node]]:
-        """For each expert the nodes that have its part."""
+        """Return for each expert the nodes that have its part."""
         if weight.dim < 0:
             own = map(self.program.node, weight.nodes)  # a layer applied before reads the first by own_member
             return [[n, *(u for u in n.users if u.target is exchange.own_member and u.args[0] is n)] for n in own]
@@ -73,8 +73,8 @@ class LoopOpening(Opening):
         return parts
 
     def own_members(self, place: fx.Node, number: int) -> dict[fx.Node, fx.Node]:
-        """The parameters of one of the rank's experts, each with its likes on all ranks: read by what is made of it,
-        and to be read by the branch. ``place``: where it is read at the latest."""
+        """Return the parameters of one of the rank's experts, each with its counterparts on all ranks: read by values
+        made of it, and to be read by the branch. ``place``: before the first reader."""
         found: dict[fx.Node, fx.Node] = {}
         for weight in self.layer.weights if self.num_here < self.layer.num_experts else ():
             if weight.dim < 0:
@@ -90,7 +90,7 @@ class LoopOpening(Opening):
         return found
 
     def _pass_gradients(self, weights: set[fx.Node], number: int) -> None:
-        """What is made of weights that train on other ranks has a gradient on all."""
+        """Mark values made of weights that train on other ranks: they have a gradient on all."""
         for node in sorted({*self.weights[number], *self.bodies[number]}) if weights else ():
             passes = node.op == "call_function" and node.target not in STOPPING and "stopped" not in node.meta
             if passes and has_floats(node) and any(n in weights or n.meta["grad"] for n in node.all_input_nodes):
@@ -101,7 +101,7 @@ class LoopOpening(Opening):
             node.meta["domain"] = Domain()
 
     def _as_slice(self, pick: Pick) -> fx.Node:
-        """The call that takes the part; its readers get the same value."""
+        """Return the call that takes the part, as a slice; its readers get the same value."""
         if pick.node.target is aten.slice.Tensor:
             return pick.node
         build = Builder(self.graph, pick.node, pick.node)
@@ -126,7 +126,6 @@ class BranchOpening(LoopOpening):
         self.hold_weights()
         self.made: list[fx.Node] = []
         self.unhidden: dict[fx.Node, fx.Node] = {}
-        self.shared: dict[fx.Node, fx.Node] = {}
         self.of_choices: list[fx.Node] = []
 
     def run(self) -> ExpertLayer:
@@ -156,14 +155,14 @@ class BranchOpening(LoopOpening):
     # ---- facts
 
     def _tokens(self) -> tuple[int, TokenRows]:
-        """How many rows are of each token; rows of the tokens, or of copies of them, one for each choice."""
+        """Return how many rows are of each token; and rows of the tokens, or of copies of them, one for each choice."""
         tokens = TokenRows(self.routing.num_tokens, self.routing.num_rows, self.num_here, self.refusal)
         if self.end.picks or tokens.lead(shape_of(self.every[0])):
             return self.routing.top_k, tokens
         return 1, TokenRows(self.routing.num_rows, self.routing.num_rows, self.num_here, self.refusal)
 
     def _entries(self, number: int) -> list[fx.Node]:
-        """The inputs of a branch from outside, in the order of reading."""
+        """Return the inputs of a branch from outside, in the order of reading."""
         inside = {*self.bodies[number], *self.weights[number]}
         read = [v for node in self.bodies[number] for v in node.all_input_nodes if v not in inside]
         return list(dict.fromkeys(read))
@@ -172,17 +171,14 @@ class BranchOpening(LoopOpening):
 
     def _check(self) -> None:
         self.check_distinct()
-        entries = [*map(self._entries, range(self.layer.num_experts))]
-        if len({len(body) for body in self.bodies} | {0}) != 2 or len({*map(len, entries)}) != 1:
-            raise self.refusal(self.end.node, "their branches differ")
-        self.columns = [*zip(*entries, strict=True)]
+        self.columns = [*zip(*map(self._entries, range(self.layer.num_experts)), strict=True)]
         if not self.end.picks:
             check_hidden(self.end, self._gates(), self.tokens.num_tokens, self.routing, self.refusal)
         self.dropped = DroppedRows(self.tokens, self.bodies, alone=self.alone)
 
     def _gates(self) -> dict[fx.Node, fx.Node]:
-        """Tip → an input of its branch that is zero for all tokens that did not choose its expert, and makes it zero.
-        Raises the error of the refusal if there is none."""
+        """Return tip → an input of its branch that is zero for all tokens that did not choose its expert, and makes it
+        zero. Raises the error of the refusal if there is none."""
         found = dict[fx.Node, fx.Node]()
         for column in sorted(self.columns, key=lambda column: column[0].meta["val"].numel()):
             if len(found) < len(self.every) and self._are_gates(column):
@@ -198,7 +194,7 @@ class BranchOpening(LoopOpening):
         return found
 
     def _are_gates(self, column: Sequence[fx.Node]) -> bool:
-        """Whether each is zero for all tokens that did not choose its expert: of many experts in one trial."""
+        """Return whether each is zero for all tokens that did not choose its expert: of many experts in one trial."""
         step = max(1, AT_ONCE // column[0].meta["val"].numel())
         parts = (range(len(column))[start : start + step] for start in range(0, len(column), step))
         return all(
@@ -208,26 +204,23 @@ class BranchOpening(LoopOpening):
     # ---- the rewrite
 
     def _hides_nothing(self, column: Sequence[fx.Node]) -> bool:
-        """Whether entries are masks that are True at all rows of an expert, under which its calls hide nothing then."""
-        found = [self._hidden_by(number, mask) for number, mask in enumerate(column)]
-        if None in found or not Chosen(self.routing, self.tokens.num_tokens, column).is_true():
+        """Return whether entries are masks that are True at all rows of an expert: its calls hide nothing by them."""
+        reading = ((n, mask) for mask, body in zip(column, self.bodies, strict=True) for n in body)
+        found = {node: hides_nothing(node, mask) for node, mask in reading if mask in node.all_input_nodes}
+        is_inside = set(chain(*self.bodies)).issuperset(found.values())  # so None is none of them
+        if not is_inside or not is_true(self.routing, self.tokens.num_tokens, column):
             return False
-        self.unhidden |= {node: value for of in found for node, value in (of or {}).items()}
+        self.unhidden |= found  # pyright: ignore[reportAttributeAccessIssue, reportOperatorIssue]
         return True
 
-    def _hidden_by(self, number: int, mask: fx.Node) -> dict[fx.Node, fx.Node] | None:
-        """Calls of a branch that read ``mask``, with the values that they would hide; None if one does otherwise."""
-        found = {node: hides_nothing(node, mask) for node in self.bodies[number] if mask in node.all_input_nodes}
-        hidden = {node: value for node, value in found.items() if value is not None and value in self.bodies[number]}
-        return hidden if len(hidden) == len(found) else None
-
     def _bring(self, column: list[fx.Node]) -> fx.Node:
-        """The rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
-        shape, x = self.tokens.flat(column[0]), self.exchange
-        column = without_repeats(bared(self.routing, self.tokens.num_tokens, column))
+        """Return the rows of an entry, on the ranks of their experts. ``column``: the entry of each branch."""
+        shape, x, firsts = self.tokens.flat(column[0]), self.exchange, dict[object, fx.Node]()
+        bare = bared(self.routing, self.tokens.num_tokens, column)
+        column = [firsts.setdefault((without_reshapes(n), shape_of(n)), n) for n in bare]  # reshaped in each branch
         if len(set(column)) == 1:
             return x.bring(column[0], shape, x.token)
-        weight = Chosen(self.routing, self.tokens.num_tokens, column).weight()
+        weight = weight_of(self.routing, self.tokens.num_tokens, column)
         if weight is not None:
             self.of_choices.append(weight)
             return x.bring(weight, [self.routing.num_rows, *shape[1:]], x.order)
@@ -235,7 +228,7 @@ class BranchOpening(LoopOpening):
         return x.taken(self.build.call(aten.cat.default, each), x.expert, x.token)
 
     def _branch(self, number: int, brought: dict[fx.Node, fx.Node], names: fx.Node | None) -> fx.Node:
-        """The body of one expert on the rows that chose it; returns its result, flat over rows."""
+        """Compute one expert on the rows that chose it; return its result, flat over rows."""
         build, names = self.build, names and self._part(names, number)
         own, weights = dict[fx.Node, fx.Node](), self.shared | self.own_members(build.place, number)
         for entry, rows in brought.items():
@@ -249,7 +242,9 @@ class BranchOpening(LoopOpening):
                 sites = tuple(body[place].meta["draw"].site for body in self.bodies[number :: self.num_here])
                 own[node] = self.dropped.dropped(at, node, own[node.all_input_nodes[0]], names, sites)
             else:
-                own[node] = self.tokens.again(at, node, own, weights, is_known=number > 0)
+                if number == 0 and not self.tokens.keeps_tokens(node, own):  # all branches are alike
+                    raise self.refusal(node, "the result of one token depends on others")
+                own[node] = self.tokens.again(at, node, own, weights)
             self.made.append(own[node])
         tips = [self.tokens.flattened(build, own[tip]) for tip in self.tips[number]]
         summed = tips[0]
@@ -261,7 +256,7 @@ class BranchOpening(LoopOpening):
         return self.build.call(exchange.part, rows, self.here, number, val=self.tokens.val(rows), domain=ROWS)
 
     def _sum(self, joined: fx.Node) -> fx.Node:
-        """Rows in the order of the pairs, as they are or summed over a token's choices, instead of the end."""
+        """Return rows in the order of the pairs, unchanged or summed over a token's choices, in place of the end."""
         end, build = self.end.node, self.build
         rows = self.exchange.returned(joined, summed=self.top_k > 1 and not self.end.picks)
         whole = build.call(aten.reshape.default, rows, list(shape_of(end)))

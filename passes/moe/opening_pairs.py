@@ -7,7 +7,7 @@ Either is rewritten for the pairs of a token and an expert that it chose, sorted
 products of stacks as grouped products, between ``dispatch`` and ``give_back`` (passes/moe/exchange.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from torch import fx
@@ -53,13 +53,17 @@ class PairOpening(StackOpening):
         self.zero: set[fx.Node] = set()
 
     def run(self) -> ExpertLayer:
-        self._check()
+        self.check_distinct()
+        check_draws(self.way, "rows", self.refusal)
         end = self._end()
         build = self.build = Builder(self.graph, end, end)
         self.exchange = Exchange(build, self.routing)
         self.ops = PairOps(self.exchange, self.refusal)
-        self._hold_stacks()
+        dims = self.stack_dims()
+        self._hold_stacks(dims)
         whole, here = self._whole(end), self.exchange.here
+        for node, dim in dims.items():  # nothing is refused from here on: a layer that is not opened has no marks
+            node.meta["domain"] = Domain(experts=dim)
         products = [n.name for n in self.graph.nodes if n.target is exchange.grouped_mm and n.args[2] is here]
         return self.replaced(end, whole, dispatch=Dispatch.CHOSEN, products=tuple(products))
 
@@ -71,19 +75,10 @@ class PairOpening(StackOpening):
     def _is_mine(self, node: fx.Node) -> bool:
         return node not in self.apart
 
-    # ---- checks
-
-    def _check(self) -> None:
-        self.check_distinct()
-        for stack, dim in self.stacks.items():
-            if shape_of(stack)[dim] != self.layer.num_experts:
-                raise self.refusal(stack, "a stack does not have one slice per expert")
-        check_draws(self.way, "rows", self.refusal)
-
     def _end(self) -> fx.Node:
-        """The pick of experts' values, or the last reader of stacks by ids, or the sum over experts."""
-        picks = [n for n in self.way if self._is_pick(n)]
-        ends = picks or ([n for n in self.way if self._is_last(n)] if self.looked_up else [self.combined])
+        """Return the pick of experts' values, or the last reader of stacks by ids, or the sum over experts."""
+        last = [n for n in self.way if n in self.seeds and self.seeds & self._below([n]) == {n}]
+        ends = [n for n in self.way if self._is_pick(n)] or (last if self.looked_up else [self.combined])
         if len(ends) != 1:
             raise self.refusal(self.combined, f"their results are combined in {len(ends)} places")
         inside = between(self.seeds, ends, self._is_mine)
@@ -93,12 +88,8 @@ class PairOpening(StackOpening):
             raise self.refusal([*left, *beside][0], "a per-expert result is also read elsewhere")
         return ends[0]
 
-    def _is_last(self, node: fx.Node) -> bool:
-        """Whether no call that reads stacks comes after it, but one comes before or is it."""
-        return node in self.seeds and not (self._below([node]) - {node}) & self.seeds
-
     def _is_pick(self, node: fx.Node) -> bool:
-        """Whether it takes, of the values of all experts, those of the chosen."""
+        """Return whether a call takes, of the values of all experts, those of the chosen."""
         if packet_of(node.target) is not aten.gather or node.args[0] not in self.way:
             return False
         index, dim = node.args[2], int(node.args[1])  # pyright: ignore
@@ -109,42 +100,35 @@ class PairOpening(StackOpening):
 
     # ---- values
 
-    def _hold_stacks(self) -> None:
-        """Hold stacks and values made of them, with their dim of experts, and lookups of ids in them."""
-        dims = self.stack_dims()
+    def _hold_stacks(self, dims: Mapping[fx.Node, int]) -> None:
+        """Hold stacks and values made of them, with their ``dims`` of experts, and lookups of ids in them."""
         for node, dim in dims.items():
-            node.meta["domain"] = Domain(experts=dim)
             if any(u in self.way or u in self.looked_up for u in node.users):
                 self.ops.held[node] = stack_of(self.build, node, dim)
         for node, (table, dim, ids) in sorted(self.looked_up.items()):
             if dim != dims[table] or prod(shape_of(ids)) != self.routing.num_rows:
                 raise self.refusal(node, "ids look up something other than experts")
             rule, by_choice = rule_of(node), self._by_choice(shape_of(ids))
-            given = {operands_of(node).index(ids): by_choice} if by_choice is not None else {}
-            layout = followed(rule, given, len(shape_of(node))) if rule is not None and given else None
+            at, ndim = operands_of(node).index(ids), len(shape_of(node))
+            layout = rule and by_choice and followed(rule, {at: by_choice}, ndim)
             if layout is None:
                 raise self.refusal(node, "ids look up experts in an unsupported order")
-            self.ops.held[node] = HeldRows(self._with_ones(self.ops.held[table].node, layout), layout, is_stack=True)
-
-    def _with_ones(self, stack: fx.Node, layout: Layout) -> fx.Node:
-        """With a dim of size 1 for each dim of ``layout`` that counts choices, if a token has one choice."""
-        kept = [axis for d, axis in enumerate(layout.axes) if not layout.is_row(d)]
-        return self.ops.shaped(stack, [shape_of(stack)[0], *(prod(part.size for part in axis) for axis in kept)], STACK)
+            stack = self.ops.held[table].node
+            stack = self.ops.shaped(stack, [shape_of(stack)[0], *layout.features(shape_of(node))], STACK)
+            self.ops.held[node] = HeldRows(stack, layout, is_stack=True)
 
     def _by_choice(self, shape: tuple[int, ...]) -> Layout | None:
-        """Of a value [tokens.., choices], or with both in one dim, or features behind them."""
+        """Return the layout of a value [tokens.., choices], or with both in one dim, or with features behind them."""
         whole = Layout.of([self.num_tokens], [Part(Counts.CHOICES, self.top_k)], [prod(shape) // self.routing.num_rows])
         flat = (self.num_tokens, self.top_k, prod(shape) // self.routing.num_rows)
         rule = reshape(Call(self.combined, (self.combined,), (flat,), shape))
         return followed(rule, {0: whole}, len(shape)) if rule is not None else None
 
     def _rows_of(self, node: fx.Node) -> None:
-        """Bring or make again all that ``node`` is made of, and it."""
+        """Bring, or make again, all that ``node`` is made of, and ``node`` itself."""
         inside = set(self.way)
-
-        def above(n: fx.Node) -> list[fx.Node]:
-            return [] if self._is_ready(n) or (n not in inside and self._enters(n)) else n.all_input_nodes
-
+        is_end = lambda n: self._is_ready(n) or (n not in inside and self._enters(n))  # noqa: E731
+        above = lambda n: () if is_end(n) else n.all_input_nodes  # noqa: E731
         for count, value in enumerate(in_order([node], step=above)):
             if self._is_ready(value):
                 continue
@@ -160,7 +144,7 @@ class PairOpening(StackOpening):
         return node in self.ops.held or is_number(node)
 
     def _enters(self, node: fx.Node) -> bool:
-        """Bring a value of tokens, if it is seen to be one, to the ranks of their experts."""
+        """Bring a value of tokens, if it is seen to be one, to the ranks of their experts; return whether it is."""
         if is_weight(node):
             return False
         shape, x, num_experts = shape_of(node), self.exchange, self.layer.num_experts
@@ -189,7 +173,7 @@ class PairOpening(StackOpening):
     # ---- the end
 
     def _at_end(self, end: fx.Node) -> tuple[fx.Node, Layout]:
-        """The rows that are given back, and the layout of the values that they stand for."""
+        """Return the rows that are given back, and the layout of the values that they stand for."""
         is_gathered = packet_of(end.target) is aten.gather
         for n in [end] if self.looked_up else end.all_input_nodes[:1] if is_gathered else end.all_input_nodes:
             self._rows_of(n)
@@ -197,19 +181,14 @@ class PairOpening(StackOpening):
             return self.ops.held[end].node, self.ops.held[end].layout
         if not is_gathered and not any(n in self.zero for n in end.all_input_nodes):
             raise self.refusal(end, "a token may get a result from an expert that it did not choose")
-        return self._summed_product(end) if end.target in PRODUCTS else self._of_experts(end, is_gathered)
+        return self._summed_product(end) if end.target in PRODUCTS else self._of_experts(end)
 
-    def _of_experts(self, end: fx.Node, is_gathered: bool) -> tuple[fx.Node, Layout]:
-        """A pick among experts, or a sum over them alone: each row is a part of it."""
+    def _of_experts(self, end: fx.Node) -> tuple[fx.Node, Layout]:
+        """Return the rows of a pick among experts, or of a sum over them alone: each row is a part of it."""
         source = end.all_input_nodes[0]
-        held = self.ops.held[source]
+        held, same = self.ops.held[source], end.meta["val"].dtype == source.meta["val"].dtype
         dim = held.layout.dim_of(Counts.EXPERTS)
-        if is_gathered:
-            is_direct = dim == int(end.args[1]) % len(held.layout.axes)  # pyright: ignore
-        else:
-            same = end.meta["val"].dtype == source.meta["val"].dtype
-            is_direct = packet_of(end.target) is aten.sum and reduced_dims(end) == {dim} and same
-        if not is_direct:
+        if packet_of(end.target) not in (aten.gather, aten.sum) or reduced_dims(end) != {dim} or not same:
             raise self.refusal(end, "the results of experts are not summed directly")
         return held.node, held.layout.without(dim)
 
@@ -223,7 +202,7 @@ class PairOpening(StackOpening):
         return self.ops.multiplied(end, rule, layout), layout
 
     def _whole(self, end: fx.Node) -> fx.Node:
-        """The value of ``end``, from its rows: as they are, or summed over a token's choices."""
+        """Return the value of ``end``, from its rows: as they are, or summed over a token's choices."""
         made, layout = self._at_end(end)
         if not layout.is_by_token():
             raise self.refusal(end, "the results of experts are not in the order of the tokens")

@@ -26,6 +26,7 @@ from passes.moe.ties import Pick, pick_of
 from passes.program.builder import Builder, erase_unread
 from passes.program.ops.aten import aten, dim_of_cat, shape_of
 from passes.program.ops.groups import JOINS, LAID_OUT
+from passes.program.walks import operands, walk
 from passes.rules.follow import follow
 
 MIXED = "the result of one slot of one expert depends on others"
@@ -42,23 +43,25 @@ class OfSlots(Opening):
     entries: dict[fx.Node, fx.Node]
 
     def send(self, build: Builder, value: fx.Node, experts: int, slots: int) -> fx.Node:
-        """Its slots on the ranks of their experts."""
+        """Return the slots of ``value`` on the ranks of their experts."""
         given = ()
         if not self.sent:
             self.limit, groups = self._filled(value, shape_of(value)[slots])
-            given = (self._counts(build, groups),)
+            takes, size = self.layer.dispatch is Dispatch.TAKEN, self.layer.num_experts
+            counting = (exchange.count_taken, size) if takes else (exchange.count_by_group, size, groups)
+            given = (build.call(*counting, *self.routing.chosen),)
         domain = Domain(experts=experts, slots=slots)
         sent = build.call(exchange.send_slots, value, experts, slots, *given, domain=domain)
         self.sent += (sent.name,)
         return sent
 
     def with_slots(self) -> ExpertLayer:
-        """The layer, with what is sent."""
+        """Return the layer with the names of the calls that send slots."""
         return replace(self.layer, sent=self.sent, limit=self.limit, tips=())
 
     def slot_dims(self, first: Sequence[fx.Node], experts: int) -> dict[fx.Node, int]:
-        """The dim of slots of every value, found from one of the dims of the ``first`` beside that of ``experts``. If
-        all calls keep several, the last."""
+        """Return the dim of slots of every value, found from one of the dims of the ``first`` beside that of
+        ``experts``. If all calls keep several, the last."""
         refused = self.refusal(first[0], "its experts have no slots")
         for dim in reversed([d for d in range(len(shape_of(first[0]))) if d != experts]):
             try:
@@ -76,16 +79,9 @@ class OfSlots(Opening):
                 told = MIXED if is_lost else f"{value.name} {list(shape_of(value))} {why}"
                 raise self.refusal(self.entries.get(value, value), told)
 
-    def _counts(self, build: Builder, groups: int) -> fx.Node:
-        size, chosen = self.layer.num_experts, self.routing.chosen
-        if self.layer.dispatch is Dispatch.TAKEN:
-            return build.call(exchange.count_taken, size, *chosen)
-        return build.call(exchange.count_by_group, size, groups, *chosen)
-
     def _filled(self, value: fx.Node, size: int) -> tuple[int, int]:
-        """(slots of an expert for a group of tokens, number of groups), if as many slots are filled as tokens chose the
-        expert; (0, 1) if that is not shown. ``size``: the slots of an expert in ``value``, maybe of several groups.
-        """
+        """Return (slots of an expert for a group of tokens, number of groups) if as many are filled as tokens chose the
+        expert, else (0, 1). ``size``: the slots of an expert in ``value``, maybe of several groups."""
         weighing = map(self.program.node, self.layer.probs)
         for node in () if self.layer.dispatch is Dispatch.TAKEN else (*weighing, value):
             for slots in sorted({n for n in (size, *shape_of(node)) if n and size % n == 0}, reverse=True):
@@ -116,7 +112,7 @@ class SlotOpening(OfSlots, RunsOpening):
 
 
 class SlotBranchOpening(OfSlots, LoopOpening):
-    """Owns for each expert its part of the slots."""
+    """The opening of branches on slots. Owns for each expert its part of the slots."""
 
     def run(self) -> ExpertLayer:
         self.join = self._joined()
@@ -140,7 +136,7 @@ class SlotBranchOpening(OfSlots, LoopOpening):
     # ---- facts
 
     def _joined(self) -> fx.Node:
-        """The call that concatenates all experts' results, in their order."""
+        """Return the call that concatenates all experts' results, in their order."""
         join = next(iter(self.every[0].users))
         is_all = join.target in JOINS and list(join.args[0]) == self.every  # pyright: ignore
         if not is_all or any(len(tip.users) != 1 for tip in self.every):
@@ -148,17 +144,15 @@ class SlotBranchOpening(OfSlots, LoopOpening):
         return join
 
     def _part(self, number: int) -> Pick:
-        """The part of the slots of a branch; calls that lay it out join the branch."""
+        """Return the part of the slots of a branch; calls that lay it out join the branch."""
         body, found = {*self.bodies[number]}, dict[Pick, None]()
-        work = [v for n in self.bodies[number] for v in n.all_input_nodes if v not in body | self.weights[number]]
-        while work:
-            node = work.pop()
+        read = [v for n in self.bodies[number] for v in n.all_input_nodes if v not in body | self.weights[number]]
+        for node in walk(read, operands, stop=lambda n: n.target not in LAID_OUT):
             part = pick_of(node)
-            if part is not None and part.number == number and shape_of(part.whole)[part.dim] == self.layer.num_experts:
-                found[part] = None
-            elif node.target in LAID_OUT and node not in body:
+            if node.target in LAID_OUT:
                 body.add(node)
-                work += node.all_input_nodes
+            elif part and part.number == number and shape_of(part.whole)[part.dim] == self.layer.num_experts:
+                found[part] = None
             else:
                 raise self.refusal(min(body), f"it reads {node.name}, which is not a slice of all slots")
         if len(found) != 1:
@@ -170,7 +164,7 @@ class SlotBranchOpening(OfSlots, LoopOpening):
     # ---- the rewrite
 
     def _replace(self, sent: fx.Node, number: int, slots: dict[fx.Node, int]) -> None:
-        """One branch on the slots that are on its rank."""
+        """Let one branch compute the slots that are on its rank."""
         part, body = self.parts[number], self.bodies[number]
         build, domain = Builder(self.graph, body[0], part.node), Domain(slots=slots[part.node])
         part.node.replace_all_uses_with(build.call(exchange.slots_of, sent, part.dim, number, True, domain=domain))

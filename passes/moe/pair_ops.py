@@ -49,7 +49,7 @@ class PairOps:
         self.held: dict[fx.Node, HeldRows] = {}
 
     def again(self, node: fx.Node) -> HeldRows:
-        """Make a call again, all that it reads being held or a number."""
+        """Make a call again; all its operands are held, or numbers."""
         if node.target in PRODUCTS:
             return self._product(node)
         rule, layout = self._followed(node)
@@ -73,7 +73,7 @@ class PairOps:
         return self.build.call(aten.reshape.default, node, shape, domain=domain)
 
     def sound(self, node: fx.Node, layout: Layout) -> Layout:
-        """The layout, if it says of each element which token and which expert it is of."""
+        """Return the layout, if it says of each element which token and which expert it is of."""
         counted = sizes_of(layout.parts)
         if not layout.is_pure:
             raise self.refusal(node, "tokens, experts and features have an unsupported layout")
@@ -85,7 +85,7 @@ class PairOps:
         return layout
 
     def fitted(self, held: HeldRows, out: Layout, shape: tuple[int, ...]) -> fx.Node:
-        """Rows of a value, shaped to align with others in ``out``, dims from the last on."""
+        """Return the rows of a value, shaped to align with others in ``out``, dims from the last on."""
         node = self.of_pairs(held)
         ahead = len(out.axes) - len(held.layout.axes)
         sizes = list(shape_of(node)[1:])
@@ -95,7 +95,7 @@ class PairOps:
         return self.shaped(node, [self.num_rows, *[1] * leading, *kept])
 
     def of_pairs(self, held: HeldRows) -> fx.Node:
-        """The stack's entry for each pair."""
+        """Return the stack's entry for each pair."""
         if not held.is_stack:
             return held.node
         ids = self.build.call(exchange.ids_of, self.here, self.num_rows, domain=ROWS)
@@ -104,23 +104,20 @@ class PairOps:
     # ---- calls
 
     def _followed(self, node: fx.Node) -> tuple[OpRule, Layout]:
-        """The rule of a call, and the layout of its result."""
+        """Return the rule of a call, and the layout of its result."""
         rule = rule_of(node)
         if rule is None:
             raise self.refusal(node, UNKNOWN)
         given = {i: self.held[n].layout for i, n in enumerate(operands_of(node)) if n in self.held}
         free = () if any(part.counts in FREE for layout in given.values() for part in layout.parts) else FREE
-
-        def repeated(size: int) -> Counts:
-            return next((counts for counts in free if size == self.sizes[counts]), Counts.FEATURES)
-
+        repeated = lambda size: next((counts for counts in free if size == self.sizes[counts]), Counts.FEATURES)  # noqa: E731
         layout = followed(rule, given, len(shape_of(node)), repeated)
         if layout is None:
             raise self.refusal(node, "the result of one token of one expert depends on others")
         return rule, self.sound(node, layout)
 
     def _aligned(self, node: fx.Node, layout: Layout) -> HeldRows:
-        """A call by elements, or expand: operands are broadcast."""
+        """Make a call by elements, or expand, again: operands are broadcast."""
         fitted = {n: self.fitted(self.held[n], layout, shape_of(node)) for n in node.all_input_nodes if n in self.held}
         args, kwargs = arguments_with(node, fitted)
         if packet_of(node.target) is aten.expand:
@@ -130,7 +127,7 @@ class PairOps:
         return HeldRows(self.build.call(node.target, *args, **kwargs, domain=ROWS), layout)
 
     def _on_rows(self, node: fx.Node, rule: OpRule, held: HeldRows, out: Layout) -> fx.Node:
-        """A call on the dims that are left, where it names others."""
+        """Make a call again on the dims that are left, where it names others."""
         args, kwargs = arguments_with(node, {n: h.node for n, h in self.held.items()})
         layout, same = held.layout, list(shape_of(held.node))
         if packet_of(node.target) is aten.reshape:
@@ -148,7 +145,7 @@ class PairOps:
     def _along(
         self, node: fx.Node, rule: OpRule, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call that names all dims which it does not leave as they are."""
+        """Return the arguments of a call that names all dims which it does not leave as they are."""
         old, ndim = named(node).get("dim"), len(layout.axes)
         dims = [d % ndim for d in (old if isinstance(old, list | tuple) else [old]) if d is not None]
         if {d for d in range(ndim) if not rule.is_alone(0, d)} != {*dims} or not dims:
@@ -170,14 +167,14 @@ class PairOps:
         return HeldRows(self.shaped(made, self.row_shape(layout, shape_of(node))), layout)
 
     def factors_of(self, node: fx.Node) -> list[HeldRows]:
-        """The operands of a product."""
+        """Return the operands of a product."""
         found = operands_of(node)
         if len(found) != 2 or any(n not in self.held for n in found):
             raise self.refusal(node, "a matrix product is not of an input of experts and their weights")
         return [self.held[n] for n in found]
 
     def _grouped(self, node: fx.Node, rule: OpRule, at: int) -> fx.Node:
-        """One product for the rows of each expert, with its own matrix: the operand ``at``."""
+        """Make one product for the rows of each expert, with its own matrix: the operand ``at``."""
         x, w = (self.factors_of(node)[i] for i in (1 - at, at))
         of_x, of_w = ([rule.sole(i, d) for d in h.layout.feature_dims] for i, h in ((1 - at, x), (at, w)))
         features = [f for f in of_w if f is not None]
@@ -193,7 +190,7 @@ class PairOps:
         return self.build.call(exchange.grouped_mm, rows, stack, self.here, val=val, domain=ROWS)
 
     def multiplied(self, node: fx.Node, rule: OpRule, layout: Layout) -> fx.Node:
-        """A product of two values of pairs that sums over no feature: element by element."""
+        """Make a product of two values of pairs that sums over no feature: element by element."""
         kept, rows = [d for d in range(len(layout.axes)) if not layout.is_row(d)], []
         for i, held in enumerate(self.factors_of(node)):
             found = [rule.sole(i, d) for d in held.layout.feature_dims]
@@ -206,7 +203,7 @@ class PairOps:
 
 
 def stack_of(build: Builder, node: fx.Node, dim: int) -> HeldRows:
-    """A value made of stacks alone, with ``dim`` as its dim of experts."""
+    """Return a value made of stacks alone, with ``dim`` as its dim of experts."""
     shape = shape_of(node)
     parts = [(Part(Counts.EXPERTS if d == dim else Counts.FEATURES, n),) if n > 1 else () for d, n in enumerate(shape)]
     if dim:

@@ -6,8 +6,12 @@ column   h[.., e, w] = x[.., d] W[e, d, w]      the first: makes an expert's own
 row      y[.., d]    = h[.., e, w] W[e, w, d]   the last: sums over them
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -15,7 +19,7 @@ from passes.moe.expert_dims import Space
 from passes.moe.layers import Dispatch, ExpertWeight
 from passes.moe.ties import base, is_float, is_grouped, is_product, is_view, lookup, origin_of
 from passes.program.ops.aten import aten, named, packet_of, shape_of
-from passes.program.ops.groups import ADDING, BINS, CUTS, FILLED, JOINS, LAID_OUT, PLACING, SORTS, Ops
+from passes.program.ops.groups import ADDING, BINS, CUTS, FILLED, JOINS, LAID_OUT, PLACING, PRODUCTS, SORTS, Ops
 from passes.program.walks import Reached, ancestors, between, meetings, operands, readers, walk
 from passes.program.weights import is_computed_weight, is_parameter, is_weight
 from passes.rules.call import operands_of
@@ -38,32 +42,28 @@ class Product:
 
 
 def products_of(space: Space) -> list[Product]:
-    """Products that keep the experts apart, each with its own matrix of a stack, of which it may read a view, a change
-    or a lookup by ids; in the graph's order."""
-
-    def step(node: fx.Node) -> Iterable[fx.Node]:
-        passes = is_weight(node) or node.target in LAID_OUT or lookup(node) is not None
-        return node.users if passes else ()
-
-    calls = {user for stack in stacks_in(space) for user in walk([stack], step) if user is not stack}
+    """Return products that keep the experts apart, each with its own matrix of a stack, of which it may read a view, a
+    change or a lookup by ids; in the graph's order."""
+    is_end = lambda n: not is_weight(n) and n.target not in LAID_OUT and lookup(n) is None  # noqa: E731
+    calls = {user for stack in stacks_in(space) for user in walk([stack], readers, stop=is_end) if user is not stack}
     found = [product_of(call, space.dim, space.ids) for call in sorted(calls)]
     return [p for p in found if p is not None and space.dim(p.weight) >= 0]
 
 
 def stacks_in(space: Space) -> list[fx.Node]:
-    """The weights with a dim of experts, but for those of the router."""
+    """Return the weights with a dim of experts, but for those of the router."""
     return [n for n in space.places if is_parameter(n) and space.dim(n) >= 0 and not _is_of_router(space, n)]
 
 
 def _is_of_router(space: Space, weight: fx.Node) -> bool:
-    """Whether a call from the first product of scores to the choices reads a weight, or scores alone are made of it.
-    Those of a layer that is applied again are made of its experts too."""
+    """Return whether a call from the first product of scores to the choices reads a weight, or scores alone are made of
+    it. Those of a layer that is applied again are made of its experts too."""
     calls = set(walk([weight], readers, stop=lambda n: n is not weight and not is_computed_weight(n)))
     return any(n in space.scored and n in space.below for n in calls) or all(n in space.scored for n in calls)
 
 
 def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collection[fx.Node] = ()) -> Product | None:
-    """A product of a value and a weight; None for others, and if it sums over the experts themselves.
+    """Return a product of a value and a weight; None for others, and if it sums over the experts themselves.
     ``expert_dim``: of a weight, or -1."""
     if is_weight(call):
         return None
@@ -87,8 +87,18 @@ def product_of(call: fx.Node, expert_dim: Callable[[fx.Node], int], ids: Collect
     return None
 
 
+def most_alike(graph: fx.Graph) -> list[Product]:
+    """Return the products of one value with matrices of one shape that are the most of all; a stack counts as many."""
+    found = defaultdict[Any, list[Product]](list)
+    for node in graph.nodes:
+        if node.target in PRODUCTS and (p := product_of(node, lambda _: -1)) is not None:
+            shape = shape_of(p.weight)
+            found[p.x, shape] += [p] * (prod(shape) // (shape[p.summed] * shape[p.made]))
+    return max(found.values(), key=len, default=[])
+
+
 def ends(products: list[Product], above: Reached) -> tuple[list[Product], list[Product]]:
-    """Those that no other of them comes before, and those that none comes after."""
+    """Return the products that no other of them comes before, and those that none comes after."""
     nodes = {p.node for p in products}
     before = {p.node: nodes.intersection(walk([p.x], operands, into=lambda n: n not in above)) for p in products}
     followed = set().union(*before.values())
@@ -98,8 +108,8 @@ def ends(products: list[Product], above: Reached) -> tuple[list[Product], list[P
 def weights_of(
     held: Iterable[tuple[tuple[fx.Node, ...], int]], products: list[Product], first: list[Product], last: list[Product]
 ) -> list[ExpertWeight]:
-    """Of the nodes of each weight, and their dim of experts: those that products read, in their order, then others with
-    a value for each expert, such as biases."""
+    """Return the weights of ``held`` nodes and dims of experts: those that products read, in their order, then others
+    with a value for each expert, such as biases."""
     reader = {product.weight: product for product in products}
     order = {weight: place for place, weight in enumerate(reader)}
 
@@ -118,8 +128,8 @@ def names_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def read_with_stacks(space: Space) -> list[tuple[str, int]]:
-    """Values of all experts, made of other weights, of which what calls read beside a stack is made; with their dim of
-    experts, in the graph's order."""
+    """Return values of all experts that are made of other weights and read beside a stack, directly or through calls by
+    expert; with their dim of experts, in the graph's order."""
     stacks = stacks_in(space)
     made = set(walk(stacks, readers, into=lambda n: n in stacks or is_computed_weight(n)))
     beside = [n for call in made - set(stacks) for n in call.all_input_nodes if n not in made]
@@ -130,7 +140,7 @@ def read_with_stacks(space: Space) -> list[tuple[str, int]]:
 
 
 def _is_by_expert(space: Space, node: fx.Node) -> bool:
-    """Whether a call computes each expert's slice of its own slices alone: all that it reads has a dim of experts."""
+    """Return whether a call computes each expert's slice of its own slices: all that it reads has a dim of experts."""
     read = node.all_input_nodes if node.op == "call_function" else []
     return bool(read) and all(space.dim(n) >= 0 for n in read)
 
@@ -139,25 +149,21 @@ def _is_by_expert(space: Space, node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node, space: Space) -> fx.Node:
-    """The value that rows are, in another layout, sorted or copied."""
+    """Return the value that rows are, in another layout, sorted or copied."""
     while (found := lookup(node := base(node))) and not is_weight(found[0]) and found[2] not in space.ids:
         node = found[0]
     return node
 
 
 def tokens_of(space: Space, first: Iterable[fx.Node]) -> list[fx.Node]:
-    """The values that experts read and their router did not make: one, if all is understood."""
+    """Return the values that experts read and their router did not make: one, if all is understood."""
     found = dict.fromkeys(_source(node, space) for node in _frontier(space, first))
     read = {n for n in found if n not in space.below}
 
     def is_made_of_others(node: fx.Node) -> bool:
-        """By no weights."""
-        are_read = list[bool]()
-        for above in walk(node.all_input_nodes, operands, stop=read.__contains__):
-            are_read.append(above in read)
-            if not (are_read[-1] or above.op == "call_function"):
-                return False
-        return any(are_read)
+        """Return whether other values alone, and no weights, lead to ``node``."""
+        above = partial(walk, node.all_input_nodes, operands, stop=read.__contains__)
+        return all(n in read or n.op == "call_function" for n in above()) and any(n in read for n in above())
 
     return [n for n in found if n in read and not is_made_of_others(n)]
 
@@ -167,7 +173,7 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
         return node in space.below or bool(space.places.get(node))
 
     def ends(node: fx.Node) -> bool:
-        """Beyond a product of scores are values that the router reads, which may be others than experts do."""
+        """Return whether to stop: beyond products of scores, the router may read other values than experts do."""
         return not within(node) or is_weight(node) or (node in space.scored and is_product(node))
 
     for node in walk(first, operands, stop=ends):
@@ -177,7 +183,7 @@ def _frontier(space: Space, first: Iterable[fx.Node]) -> Iterable[fx.Node]:
 
 
 def dispatch_of(space: Space, first: Sequence[Product], tokens: fx.Node) -> tuple[Dispatch, int]:
-    """How tokens come to the first products, and the slots of each expert."""
+    """Return how tokens come to the first products, and the slots of each expert."""
     if any(is_grouped(p.node) for p in first):
         return Dispatch.OFFSETS, 0
     if any(p.by_ids for p in first):
@@ -191,7 +197,7 @@ def dispatch_of(space: Space, first: Sequence[Product], tokens: fx.Node) -> tupl
 
 
 def is_taken(node: fx.Node, space: Space) -> bool:
-    """Whether it holds the rows that each expert took of the shared input: by lookup, or by a product with one-hots."""
+    """Return whether it holds the rows that each expert took of the shared input, by lookup or one-hot product."""
     node, found = base(node), lookup(base(node))
     if found is not None:
         return base(found[2]) in space.chosen and not space.places.get(found[0])
@@ -200,17 +206,14 @@ def is_taken(node: fx.Node, space: Space) -> bool:
 
 
 def carrying(space: Space, tokens: fx.Node, ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Values on the way from the tokens to ``ends``, except those that the router uses for scores."""
+    """Return values on the way from the tokens to ``ends``, except those that the router uses for scores."""
     return between([tokens], ends, lambda n: not (n in space.scored and is_product(n))) - {tokens}
 
 
 def combined_of(space: Space, last: Collection[fx.Node], tokens: fx.Node, joins: bool = False) -> fx.Node | None:
-    """The first sum after the last products that has the tokens' size again and no dim of experts. ``joins``: a sum of
-    two may be it."""
-    for node in meetings(last, most=MOST + 12 * len(last)):
-        if node not in last and _is_whole_again(space, node, tokens, joins):
-            return node
-    return None
+    """Return the first sum after the last products that has the tokens' size again; ``joins``: a sum of two too."""
+    ends = (n for n in meetings(last, most=MOST + 12 * len(last)) if n not in last)
+    return next((n for n in ends if _is_whole_again(space, n, tokens, joins)), None)
 
 
 def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -> bool:
@@ -225,7 +228,7 @@ def _is_whole_again(space: Space, node: fx.Node, tokens: fx.Node, joins: bool) -
 
 
 def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.Node]:
-    """Routing weights: floats of the router that multiply ``carried`` values, at a call on the ``way``."""
+    """Return routing weights: floats of the router that multiply ``carried`` values, at a call on the ``way``."""
     found: dict[fx.Node, None] = {}
     for node in sorted(way):
         read = node.all_input_nodes if packet_of(node.target) is aten.mul or is_product(node) else []
@@ -237,7 +240,7 @@ def probs_of(space: Space, way: set[fx.Node], carried: set[fx.Node]) -> list[fx.
 
 
 def choices_of(space: Space, combined: fx.Node) -> tuple[list[fx.Node], int]:
-    """The ids that the layer goes by, and how many they are for each token."""
+    """Return the ids that the layer goes by, and how many they are for each token."""
     above = between(space.ids, [combined])
     found: dict[fx.Node, None] = {}
     for node in sorted(space.ids & above):
@@ -258,7 +261,7 @@ def _goes_by_id(space: Space, user: fx.Node, ids: fx.Node) -> bool:
 
 
 def _first_ids(space: Space, node: fx.Node) -> fx.Node:
-    """The call that chose or combined ids, before they were rearranged, copied or sorted."""
+    """Return the call that chose or combined ids, before they were rearranged, copied or sorted."""
     while node.target not in JOINS and not _is_part_of_ranking(node):
         sources = [n.all_input_nodes[0] if packet_of(n.target) is aten.sort else n for n in node.all_input_nodes]
         above = [n for n in sources if n in space.ids]
@@ -269,7 +272,7 @@ def _first_ids(space: Space, node: fx.Node) -> fx.Node:
 
 
 def _is_part_of_ranking(node: fx.Node) -> bool:
-    """Whether it takes some places of a ranking [.., k], of which nothing reads others."""
+    """Return whether it takes some places of a ranking [.., k], of which nothing reads others."""
     if node.target not in CUTS:
         return False
     (ranking,), whole = node.all_input_nodes, shape_of(node.all_input_nodes[0])

@@ -16,11 +16,10 @@ from passes.moe import exchange
 from passes.moe.ties import is_float
 from passes.program.known_values import is_made_of
 from passes.program.ops.aten import named, shape_of, tensors_of
-from passes.program.ops.groups import BEST, CUTS, FILLED, RESHAPES, SORTS, Ops
+from passes.program.ops.groups import BEST, CUTS, FILLED, RESHAPES, SORTS
 from passes.program.walks import in_order, operands, walk
 from passes.rules.flops import node_flops
 
-RANKINGS = SORTS | Ops("topk")
 TRIALS = 3
 MOST = 1 << 26  # elements of a value that is worth a trial
 FLOPS = 1 << 34  # of a trial for figures only
@@ -36,18 +35,27 @@ class Routing:
         self._asked, self._dependent = set[fx.Node](), set(chosen)
         self.num_rows = sum(n.meta["val"].numel() for n in chosen)
 
-    def are_ends(self, node: fx.Node) -> bool:
-        """Whether it holds the ends of each expert's rows, sorted by expert."""
-        return self.holds([node], lambda found, counts, _: torch.equal(found[0].long(), counts.cumsum(0)))
+    def name_of(self, node: fx.Node, order: fx.Node | None = None) -> str:
+        """Return what ``node`` is of the rows by expert: a name in ``opening.Exchange``, or "".
 
-    def are_ids(self, node: fx.Node) -> bool:
-        """Whether it is the expert of each row, sorted."""
-        ids_of = torch.arange(self.size).repeat_interleave
-        return self.holds([node], lambda found, counts, _: torch.equal(found[0].long(), ids_of(counts)))
+        ``order``: that of the rows; without it any order that sorts them is one.
+        """
+        left = ["order", "token", "places", "expert", "counts", "ends"]
+
+        def holds(found: list[Tensor], counts: Tensor, ids: list[Tensor]) -> bool:
+            value, given, flat = found[0].long(), found[-1].long(), torch.cat([x.reshape(-1) for x in ids])
+            known = {"expert": flat.sort().values, "counts": counts, "ends": counts.cumsum(0)}
+            is_order = torch.equal(given.sort().values, torch.arange(len(flat)))
+            if is_order and torch.equal(flat[given], known["expert"]):
+                known |= {"order": given, "token": given // self.top_k, "places": torch.argsort(given)}
+            left[:] = [name for name in left if name in known and torch.equal(value, known[name])]
+            return bool(left)
+
+        return left[0] if self.holds([node] if order is None else [node, order], holds) else ""
 
     def lets_through(self, nodes: Sequence[fx.Node], tokens: int, experts: range) -> bool:
-        """Whether a value [tokens.., experts, rest..], or one [tokens.., rest..] of each, is exactly zero, or False,
-        and gives no gradient, for all tokens that did not choose the expert."""
+        """Return whether a value [tokens.., experts, rest..], or one [tokens.., rest..] of each, is exactly zero, or
+        False, and gives no gradient, for all tokens that did not choose the expert."""
         each = len(experts) // len(nodes)
 
         def only(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
@@ -60,9 +68,8 @@ class Routing:
         return self.holds([*nodes], only)
 
     def groups_filled(self, node: fx.Node, slots: int) -> int:
-        """The number of groups of tokens for which a value of experts and ``slots`` fills, for each expert, as many
-        slots as tokens of the group chose it, up to all, even if all chose one; 0 if that does not hold.
-        """
+        """Return the number of groups of tokens for which a value of experts and ``slots`` fills, for each expert, as
+        many slots as tokens of the group chose it, up to all, even if all chose one; 0 if that does not hold."""
         made = [n for n in self._order([node])[0] if n.op == "call_function"]
         if any(t.numel() > MOST for n in made for t in tensors_of(n)) or sum(map(node_flops, made)) > FLOPS:
             return 0
@@ -80,7 +87,7 @@ class Routing:
         return left[0][0] if self.holds([node], full, [*self._trials, *self._skewed]) else 0
 
     def are_choices(self, node: fx.Node) -> bool:
-        """Whether it is the choices themselves, token by token, each repeated along the dims after it."""
+        """Return whether it is the choices themselves, token by token, each repeated along the dims after it."""
 
         def only(found: list[Tensor], _: Tensor, ids: list[Tensor]) -> bool:
             chosen = ids[0].reshape(-1, 1)
@@ -90,29 +97,13 @@ class Routing:
         return len(self.chosen) == 1 and self.holds([node], only)
 
     @property
+    def num_tokens(self) -> int:
+        return self.num_rows // self.per_token
+
+    @property
     def top_k(self) -> int:
         """How many a token has, of the one that chooses."""
-        shape = shape_of(self.chosen[0])
-        return shape[-1] if self.is_of_many else 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_rows // self.top_k
-
-    @property
-    def choice(self) -> fx.Node:
-        """The call that chooses, or ranks experts of which the first are chosen."""
-        node = self.chosen[0]
-        while node.target is getitem or node.target in CUTS:
-            node = node.all_input_nodes[0]
-        return node
-
-    @cached_property
-    def is_of_many(self) -> bool:
-        """Whether the last dim of the choices counts them; max and argmax make one a token, with no dim for it."""
-        if not self.are_scored:
-            return self.per_token > 1
-        return self.choice.target in RANKINGS or bool(named(self.choice).get("keepdim"))
+        return self.chosen[0].meta["val"].numel() // self.num_tokens
 
     @cached_property
     def are_scored(self) -> bool:
@@ -121,11 +112,15 @@ class Routing:
 
     @cached_property
     def are_distinct(self) -> bool:
-        """Whether no token can have an expert twice: one call chooses, along the last dim."""
-        if len(self.chosen) != 1 or self.choice.target not in BEST | SORTS:
+        """Whether no token can have an expert twice: one call chooses, or ranks experts of which the first are chosen,
+        along the last dim."""
+        call = self.chosen[0]
+        while call.target is getitem or call.target in CUTS:
+            call = call.all_input_nodes[0]
+        if len(self.chosen) != 1 or call.target not in BEST | SORTS:
             return False
-        shape = shape_of(self.choice.all_input_nodes[0])
-        return shape[-1] == self.size and int(named(self.choice).get("dim", -1)) % len(shape) == len(shape) - 1
+        shape = shape_of(call.all_input_nodes[0])
+        return shape[-1] == self.size and int(named(call).get("dim", -1)) % len(shape) == len(shape) - 1
 
     def holds(
         self,
@@ -133,19 +128,18 @@ class Routing:
         fact: Callable[[list[Tensor], Tensor, list[Tensor]], bool],
         trials: list[list[Tensor]] | None = None,
     ) -> bool:
-        """Whether ``fact(values, counts, choices)`` holds of the values of ``nodes`` in every trial; all else that
-        they are made of is random."""
-        tried = False
-        for values, ids in self.tried(nodes, trials):
-            tried = True
-            if not values or not fact([values[n] for n in nodes], exchange.count_experts(self.size, *ids), ids):
-                return False
-        return tried
+        """Return whether ``fact(values, counts, choices)`` holds of the values of ``nodes`` in every trial; all else
+        that they are made of is random."""
+        facts = (
+            bool(values) and fact([values[n] for n in nodes], exchange.count_experts(self.size, *ids), ids)
+            for values, ids in self.tried(nodes, trials)
+        )
+        return next(facts, False) and all(facts)
 
     def tried(
         self, nodes: Sequence[fx.Node], trials: list[list[Tensor]] | None = None
     ) -> Iterator[tuple[Mapping[fx.Node, Tensor], list[Tensor]]]:
-        """For each trial the values up to ``nodes``, none if an op failed, and the choices. No trial if one of
+        """Yield for each trial the values up to ``nodes``, none if an op failed, and the choices. No trial if one of
         ``nodes`` does not depend on the choices."""
         order, below = self._order(nodes)
         if any(node not in below for node in nodes):
@@ -154,12 +148,12 @@ class Routing:
             yield _computed(order, dict(zip(self.chosen, ids, strict=True)), below) or {}, ids
 
     def inputs(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """The values that ``nodes`` are made of beside the choices, those that are random in a trial."""
+        """Return the values that ``nodes`` are made of beside the choices, those that are random in a trial."""
         order, below = self._order(nodes)
         return [n for n in order if n not in self.chosen and not _is_computed(n, below)]
 
     def _order(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The nodes to compute for them, and all of those that depend on the choices."""
+        """Return the nodes to compute for them, and all of those that depend on the choices."""
         first, below = min(self.chosen), self._dependent  # nodes of one graph are in its order: no walk beyond
         for node in in_order(
             nodes, step=lambda n: [x for x in n.all_input_nodes if x > first and x not in self._asked]
@@ -178,21 +172,17 @@ class Routing:
     def _skewed(self) -> list[list[Tensor]]:
         """Choices of which the first experts are all; and such that two tokens alone chose the last ones: neighbours,
         which compete wherever some do, and the first and the last of all."""
-        first = [torch.arange(n.numel()).view_as(n) % (n.shape[-1] if self.is_of_many else 1) for n in self._trials[0]]
-        token = [torch.arange(n.numel()).view_as(n) // self.top_k for n in first]
-        last = [int(n.max()) for n in token]
-        beside = [torch.where(t < 2, self.size - 1 - n, n) for t, n in zip(token, first, strict=True)]
-        apart = [
-            torch.where((t == 0) | (t == end), self.size - 1 - n, n)
-            for t, end, n in zip(token, last, first, strict=True)
-        ]
+        first = [torch.arange(n.numel()).view_as(n) % self.top_k for n in self._trials[0]]
+        pairs = [(torch.arange(n.numel()).view_as(n) // self.top_k, n) for n in first]
+        beside = [torch.where(t < 2, self.size - 1 - n, n) for t, n in pairs]
+        apart = [torch.where((t == 0) | (t == t.max()), self.size - 1 - n, n) for t, n in pairs]
         return [first, beside, apart]
 
 
 @lru_cache(maxsize=4)  # layers of one model are alike
 def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...], distinct: bool) -> list[list[Tensor]]:
-    """Choices in which a token has no expert twice, if they are ``distinct``; in the last trial, some experts have no
-    token."""
+    """Return choices in which a token has no expert twice, if they are ``distinct``; in the last trial, some experts
+    have no token."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...], dtype: torch.dtype, of: int) -> Tensor:
@@ -205,8 +195,8 @@ def _choices(size: int, chosen: tuple[tuple[tuple[int, ...], torch.dtype], ...],
 
 
 def _is_computed(node: fx.Node, below: set[fx.Node]) -> bool:
-    """Whether a call is to be run: its value depends on the choices, is made of numbers alone, or is another in a shape
-    of its own."""
+    """Return whether a call is to be run: its value depends on the choices, is made of numbers alone, or is another in
+    a shape of its own."""
     if node.op != "call_function":
         return False
     if node in below or not node.all_input_nodes or node.target in FILLED or node.target in RESHAPES:
@@ -215,7 +205,7 @@ def _is_computed(node: fx.Node, below: set[fx.Node]) -> bool:
 
 
 def _fillings(shape: tuple[int, ...], size: int, slots: int, num_rows: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(number of groups of tokens, dims of a value that may count these, if several, then experts and slots)."""
+    """Yield (number of groups of tokens, dims of a value that may count these, if several, then experts and slots)."""
     places = [(e, c) for e, n in enumerate(shape) for c, m in enumerate(shape) if e != c and (n, m) == (size, slots)]
     yield from ((1, place) for place in places)
     for place in places:
@@ -224,7 +214,7 @@ def _fillings(shape: tuple[int, ...], size: int, slots: int, num_rows: int) -> I
 
 
 def _is_nothing(found: Tensor, where: Tensor) -> bool:
-    """Whether all is zero there, and whatever it is made of gets no gradient by it."""
+    """Return whether all is zero there, and whatever it is made of gets no gradient by it."""
     there = found[where]
     if bool(there.any()):
         return False
@@ -236,7 +226,7 @@ def _is_nothing(found: Tensor, where: Tensor) -> bool:
 
 
 def leaves_of(value: Tensor) -> Iterator[Tensor]:
-    """The leaves of its autograd graph."""
+    """Yield the leaves of its autograd graph."""
     work, seen = [value.grad_fn], set[Any]()
     while work:
         function = work.pop()

@@ -22,7 +22,7 @@ from passes.rules.table import rule_of
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether it is the product of runs of rows, each with its own matrix: (x[t, i], W[e, i, o], ends[e])."""
+    """Return whether it is the product of runs of rows, each with its own matrix: (x[t, i], W[e, i, o], ends[e])."""
     return groups.is_grouped(node.target) and len(node.all_input_nodes) == 3
 
 
@@ -31,7 +31,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a value is one number, the same for all."""
+    """Return whether a value is one number, the same for all."""
     val = node.meta["val"]
     return isinstance(val, Tensor) and val.numel() == 1 and not node.meta["grad"]
 
@@ -42,7 +42,7 @@ def is_float(node: fx.Node) -> bool:
 
 
 def lookup(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
-    """(table, its dim, ids) of a call that reads full slices of a table by one tensor of ids."""
+    """Return (table, its dim, ids) of a call that reads full slices of a table by one tensor of ids."""
     if packet_of(node.target) not in (aten.embedding, aten.index_select, aten.index):
         return None
     rule, read = rule_of(node), operands_of(node)
@@ -55,7 +55,7 @@ def lookup(node: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """``node``: index ``number`` of ``whole`` along ``dim``, as a dim of size 1."""
+    """Index ``number`` of ``whole`` along ``dim``, as a dim of size 1, which ``node`` takes."""
 
     node: fx.Node
     whole: fx.Node
@@ -64,7 +64,7 @@ class Pick:
 
 
 def pick_of(node: fx.Node) -> Pick | None:
-    """None for a call that takes anything else."""
+    """Return the single index that a call takes; None for a call that takes anything else."""
     call = node.all_input_nodes[0] if node.target is getitem else node
     if call.target not in (SPLITS if node.target is getitem else CUTS):
         return None
@@ -77,7 +77,7 @@ def pick_of(node: fx.Node) -> Pick | None:
 
 
 def picks(whole: fx.Node, dim: int) -> Iterator[Pick]:
-    """All of a value along a dim."""
+    """Yield all single indices of a value along a dim."""
     parts = [part for user in whole.users if user.target in SPLITS for part in user.users]
     for node in (*whole.users, *parts):
         found = pick_of(node)
@@ -86,15 +86,14 @@ def picks(whole: fx.Node, dim: int) -> Iterator[Pick]:
 
 
 def pick_of_weight(node: fx.Node) -> Pick | None:
-    """One expert's matrix of a stack, or its values of a table; None for other values."""
+    """Return the pick of one expert's matrix of a stack, or of its values of a table; None for other values."""
     found = pick_of(node) if node.op == "call_function" else None
     return found if found is not None and is_parameter(found.whole) else None
 
 
 def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
-    """The parameter and its dim that a dim of a value so made is; None for others. A value computed of weights is a
-    changed weight if it has all its dims.
-    """
+    """Return the parameter and its dim that a dim of a view or a change of it is; None for others. A value computed of
+    weights is a changed weight if it has all its dims."""
     while not is_parameter(node):
         if node.target is getitem and (pick := pick_of_weight(node)) is not None:
             return (pick.whole, dim) if dim != pick.dim else None
@@ -107,7 +106,7 @@ def origin_of(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
 
 
 def _source_of(node: fx.Node) -> fx.Node | None:
-    """The weight that ``node`` is a view or a change of, or a value that is one of a weight."""
+    """Return the weight that ``node`` is a view or a change of, or a value that is one of a weight."""
     values = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
     floats = [n for n in values if n.meta["val"].dtype.is_floating_point]
     if is_view(node):
@@ -121,12 +120,12 @@ def _source_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """The same elements of one value, or some of them."""
+    """Return whether a call gives the same elements of one value, or some of them."""
     return node.target in LAID_OUT or pick_of(node) is not None or lookup(node) is not None
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The value that ``node`` has the elements of, in another layout."""
+    """Return the value that ``node`` has the elements of, in another layout."""
     while node.target in LAID_OUT:
         node = node.all_input_nodes[0]
     return node

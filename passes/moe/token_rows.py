@@ -18,7 +18,7 @@ that others have too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
@@ -35,7 +35,6 @@ from passes.program.ops.groups import WITH_SIZES
 from passes.rules.call import operands_of
 from passes.rules.follow import rule_by_rows
 from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
-from passes.rules.table import form_of
 from passes.types.types import Draw
 
 
@@ -50,7 +49,7 @@ class Counts(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``stride``: how many tokens, experts or choices one step is."""
+    """A part of a dim. ``stride``: how many tokens, experts or choices one step is."""
 
     counts: Counts
     size: int
@@ -62,13 +61,13 @@ Axis = tuple[Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``axes``: of each dim its parts, outermost first; none for a dim of size 1."""
+    """The parts of each dim of a value, outermost first: ``axes``; none for a dim of size 1."""
 
     axes: tuple[Axis, ...]
 
     @classmethod
     def of(cls, tokens: Iterable[int], inner: Iterable[Part] = (), features: Iterable[int] = ()) -> Layout:
-        """[tokens.., inner.., features..]."""
+        """Return the layout of [tokens.., inner.., features..]."""
         sizes, axes, stride = list(tokens), list[Axis](), 1
         for size in reversed(sizes):
             axes.insert(0, _axis(Part(Counts.TOKENS, size, stride)))
@@ -83,28 +82,27 @@ class Layout:
     @property
     def is_pure(self) -> bool:
         """Whether no dim counts features and something else."""
-        kinds = [{part.counts is Counts.FEATURES for part in axis} for axis in self.axes]
-        return all(len(kind) < 2 for kind in kinds)
+        return all(len({part.counts is Counts.FEATURES for part in axis}) < 2 for axis in self.axes)
 
     def is_row(self, dim: int) -> bool:
-        """Whether a dim disappears when pairs become rows."""
+        """Return whether a dim disappears when pairs become rows."""
         return any(part.counts is not Counts.FEATURES for part in self.axes[dim])
 
     @property
     def feature_dims(self) -> list[int]:
-        """Those of more than one feature."""
+        """The dims of more than one feature."""
         return [d for d, axis in enumerate(self.axes) if axis and not self.is_row(d)]
 
     def row_dim(self, dim: int) -> int:
-        """The place of a dim of features in [n, features..]."""
+        """Return the place of a dim of features in [n, features..]."""
         return 1 + sum(not self.is_row(d) for d in range(dim))
 
     def features(self, shape: Iterable[int]) -> list[int]:
-        """The sizes that are left of ``shape``."""
+        """Return the sizes that are left of ``shape``."""
         return [n for d, n in enumerate(shape) if not self.is_row(d)]
 
     def dim_of(self, counts: Counts) -> int:
-        """The dim that counts this and nothing else; -1 if there is none."""
+        """Return the dim that counts this and nothing else; -1 if there is none."""
         found = [d for d, axis in enumerate(self.axes) if [part.counts for part in axis] == [counts]]
         return found[0] if len(found) == 1 else -1
 
@@ -112,7 +110,7 @@ class Layout:
         return Layout(tuple(axis for d, axis in enumerate(self.axes) if d != dim))
 
     def at(self, place: Place, size: int) -> Axis | None:
-        """The things that a factor of ``size`` counts there; None if it cuts across them."""
+        """Return the things that a factor of ``size`` counts there; None if it cuts across them."""
         found, step = list[Part](), 1
         for part in reversed(self.axes[place.dim]):
             end = step * part.size
@@ -126,8 +124,8 @@ class Layout:
         return tuple(found)
 
     def is_by_token(self) -> bool:
-        """Whether tokens come first and in their order, then choices, then features; any of them may be one alone."""
-        parts = list(_merged(self.parts))
+        """Return whether tokens come first and in their order, then choices, then features; any may be one alone."""
+        parts = _merged(self.parts)
         order = [Counts.TOKENS, Counts.CHOICES, Counts.FEATURES]
         kinds = [part.counts for part in parts]
         return kinds == [c for c in order if c in kinds] and all(p.stride < 2 for p in parts)
@@ -140,7 +138,7 @@ def followed(
     repeated: Callable[[int], Counts] = lambda _: Counts.FEATURES,
     summed: Counts = Counts.FEATURES,
 ) -> Layout | None:
-    """The layout of a result of ``ndim`` dims, by the rule of its call and the layouts of operands, by position.
+    """Return the layout of a result of ``ndim`` dims, by the rule of its call and the layouts of operands, by position.
 
     ``repeated``: the things counted by new elements, so many, that no operand has. ``summed``: things that it may add
     up. None if it mixes others than features, or if aligned dims of operands count different things.
@@ -164,7 +162,7 @@ def followed(
 
 
 def sizes_of(parts: Iterable[Part]) -> dict[Counts, int]:
-    """How many tokens, experts and choices are counted."""
+    """Return how many tokens, experts and choices are counted."""
     found: dict[Counts, int] = {}
     for part in parts:
         if part.counts is not Counts.FEATURES:
@@ -176,21 +174,16 @@ def _axis(part: Part) -> Axis:
     return (part,) if part.size > 1 else ()
 
 
-def _merged(parts: Iterable[Part]) -> Iterator[Part]:
-    """Merges neighbours if one continues the count of the other."""
-    last: Part | None = None
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    """Merge neighbours if one continues the count of the other."""
+    merged: list[Part] = []
     for part in parts:
-        if last is None:
-            last = part
-        elif part.counts is last.counts is Counts.FEATURES:
-            last = Part(part.counts, last.size * part.size)
-        elif part.counts is last.counts and last.stride == part.stride * part.size:
-            last = Part(part.counts, last.size * part.size, part.stride)
+        last = merged.pop() if merged and merged[-1].counts is part.counts else None
+        if last is not None and (part.counts is Counts.FEATURES or last.stride == part.stride * part.size):
+            merged.append(Part(part.counts, last.size * part.size, part.stride))
         else:
-            yield last
-            last = part
-    if last is not None:
-        yield last
+            merged += [part] if last is None else [last, part]
+    return merged
 
 
 class TokenRows:
@@ -198,14 +191,13 @@ class TokenRows:
 
     def __init__(self, num_tokens: int, num_rows: int, num_here: int, refusal: Refusal) -> None:
         self.num_tokens, self.num_rows, self.num_here, self.refusal = num_tokens, num_rows, num_here, refusal
-        self._keeping: dict[object, bool] = {}  # by call: branches repeat each other's
 
     def lead(self, shape: tuple[int, ...]) -> int:
-        """How many leading dims are those of the tokens; 0 if none are."""
+        """Return how many leading dims are those of the tokens; 0 if none are."""
         return next((n for n in range(1, len(shape) + 1) if prod(shape[:n]) == self.num_tokens), 0)
 
     def flat(self, node: fx.Node) -> list[int]:
-        """The shape with one dim of tokens."""
+        """Return the shape with one dim of tokens."""
         shape = shape_of(node)
         lead = self.lead(shape)
         if not lead:
@@ -213,12 +205,12 @@ class TokenRows:
         return [self.num_tokens, *shape[lead:]]
 
     def val(self, like: fx.Node, *, of_all: bool = False) -> Tensor:
-        """The meta value of the rows of one expert, or ``of_all``, with the features of ``like`` [rows, features..]."""
+        """Return the meta value of one expert's rows, or ``of_all``, with the features of ``like`` [rows, rest..]."""
         length = self.num_rows if of_all else max(1, self.num_rows // self.num_here)
         return torch.empty((length, *shape_of(like)[1:]), dtype=like.meta["val"].dtype, device="meta")
 
     def shaped(self, build: Builder, part: fx.Node, like: fx.Node) -> fx.Node:
-        """Rows [m, rest..] with as many dims as ``like`` has."""
+        """Return rows [m, rest..] with as many dims as ``like`` has."""
         shape = shape_of(like)
         lead = self.lead(shape)
         sizes = [1] * (lead - 1) + [shape_of(part)[0], *shape[lead:]]
@@ -227,7 +219,7 @@ class TokenRows:
         return build.call(aten.reshape.default, part, sizes, domain=Domain(rows=lead - 1))
 
     def flattened(self, build: Builder, node: fx.Node) -> fx.Node:
-        """The other way round."""
+        """Return rows of ``shaped`` as [m, rest..] again."""
         rows = node.meta["domain"].rows
         if not rows:
             return node
@@ -235,38 +227,26 @@ class TokenRows:
         return build.call(aten.reshape.default, node, sizes, domain=ROWS)
 
     def again(
-        self,
-        build: Builder,
-        node: fx.Node,
-        own: Mapping[fx.Node, fx.Node],
-        weights: Mapping[fx.Node, fx.Node],
-        *,
-        is_known: bool,
+        self, build: Builder, node: fx.Node, own: Mapping[fx.Node, fx.Node], weights: Mapping[fx.Node, fx.Node]
     ) -> fx.Node:
-        """A call of the branch once more, on rows. ``weights``: those read in the place of others, without tokens.
-        ``is_known``: the same call of the first branch was run. Raises the error of the refusal if it mixes tokens.
-        """
+        """Make a call of the branch, which keeps tokens, again on rows. ``weights``: those read in the place of others,
+        without tokens."""
         lead = self.lead(shape_of(node))
-        key = (form_of(node) or node, tuple(n in own for n in node.all_input_nodes))
-        if key not in self._keeping:
-            self._keeping[key] = bool(lead) and self._keeps_tokens(node, own)
-        if not self._keeping[key]:
-            raise self.refusal(node, "the result of one token depends on others")
         args, kwargs = arguments_with(node, {**weights, **own})
         first = next(own[n] for n in node.all_input_nodes if n in own)
         length = shape_of(first)[first.meta["domain"].rows]
         sizes, val = [1] * (lead - 1) + [length, *shape_of(node)[lead:]], node.meta["val"]
         if node.target in WITH_SIZES:
             args = (args[0], sizes, *args[2:])
-        val = torch.empty(sizes, dtype=val.dtype, device="meta") if is_known and isinstance(val, Tensor) else None
+        val = torch.empty(sizes, dtype=val.dtype, device="meta") if isinstance(val, Tensor) else None
         given = {"val": val, "grad": node.meta["grad"], "domain": Domain(rows=lead - 1)}
         return build.call(node.target, *args, **kwargs, **given)
 
-    def _keeps_tokens(self, node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> bool:
-        """Whether the tokens' dims of all that it reads are those of the result, in the same order, and no other
-        operand has them."""
+    def keeps_tokens(self, node: fx.Node, own: Mapping[fx.Node, fx.Node]) -> bool:
+        """Return whether the tokens' dims of all that a call reads are those of the result, in the same order, and no
+        other operand has them."""
         rule, read = rule_by_rows(node), operands_of(node)
-        if rule is None:
+        if rule is None or not self.lead(shape_of(node)):
             return False
         given = {i: self._layout(n) for i, n in enumerate(read) if n in own}
         of_tokens = [f for d in range(self.lead(shape_of(node))) for f in rule.along(RESULT, d) if f.size > 1]
@@ -287,7 +267,7 @@ class DroppedRows:
     """Owns what names the tokens: the dims of tokens of every draw of the branches, which must agree."""
 
     def __init__(self, tokens: TokenRows, bodies: Iterable[list[fx.Node]], *, alone: bool = False) -> None:
-        """``alone``: dropout without names may draw here."""
+        """Raise if draws are not named. ``alone``: dropout without names may draw here."""
         drawing = [node for body in bodies for node in body if is_random(node)]
         self.tokens = tokens
         self.nodes = {n for n in drawing if n.target is aten.dropout.default and "draw" in n.meta}
@@ -299,7 +279,7 @@ class DroppedRows:
         self.draw = next(iter(found), None)
 
     def _of_tokens(self, node: fx.Node) -> Draw | None:
-        """The draw's dims of tokens; None if others count sequences, or are sharded."""
+        """Return the draw's dims of tokens; None if others count sequences, or are sharded."""
         draw: Draw = node.meta["draw"]
         lead = self.tokens.lead(shape_of(node))
         dims = [draw.batch[0]] if draw.batch is not None else []
@@ -307,7 +287,7 @@ class DroppedRows:
         return replace(draw, site=-1, shape=draw.shape[:lead]) if max(dims, default=0) < lead else None
 
     def names(self, build: Builder) -> fx.Node | None:
-        """Of all tokens that this rank has; None if nothing is dropped."""
+        """Return the names of all tokens of this rank; None if nothing is dropped."""
         if self.draw is None:
             return None
         made = build.call(exchange.name_rows, self.tokens.num_tokens)
@@ -315,7 +295,7 @@ class DroppedRows:
         return made
 
     def dropped(self, build: Builder, node: fx.Node, rows: fx.Node, names: fx.Node, sites: tuple[int, ...]) -> fx.Node:
-        """The dropout ``node`` of the branch, of rows with these names. ``sites``: of the same on each rank of ep."""
+        """Return the dropout ``node`` of rows with these names. ``sites``: of the same call on each rank of ep."""
         draw: Draw = node.meta["draw"]
         lead, given = self.tokens.lead(shape_of(node)), {"grad": node.meta["grad"], "domain": rows.meta["domain"]}
         made = build.call(exchange.drop_rows, rows, node.args[1], names, sites, **given)

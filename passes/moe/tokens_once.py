@@ -39,41 +39,39 @@ def send_tokens_once(program: Program, layer: ExpertLayer, nodes: int) -> Expert
     """Rewrite an opened ``layer`` if a token has several experts; ep spans ``nodes``. Returns it with the new calls."""
     for here in program.graph.graph.find_nodes(op="call_function", target=exchange.meet):
         if tuple(n.name for n in here.args[0].all_input_nodes) == layer.chosen and len(here.args) == 2:
-            return _TokensOnce(program, layer, here, nodes).run()
+            return _TokensOnce(program, layer).rewrite(here, nodes)
     return layer
 
 
 class _TokensOnce(Opening):
-    def __init__(self, program: Program, layer: ExpertLayer, here: fx.Node, nodes: int) -> None:
-        super().__init__(program, layer)
-        self.here, self.nodes, self.num_tokens = here, nodes, self.routing.num_tokens
-
     def _copy(self, node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-        """(tokens, index, times) of a dispatch with rows i that are copies of token ``index``[i] // ``times``."""
+        """Return (tokens, index, times) of a dispatch: its row i is a copy of token ``index``[i] // ``times``."""
         rows: Any = node.args[0] if node.target is exchange.dispatch else None
         if rows is None or rows.target is not aten.index.Tensor or not shape_of(rows)[1:]:
             return None
         index, source, times = only_index(rows), rows.args[0], 1
-        if index is not None and shape_of(source)[0] != self.num_tokens:
+        if index is not None and shape_of(source)[0] != self.routing.num_tokens:
             times = self.routing.top_k
-            source = _repeated(source, self.num_tokens, times)
+            source = _repeated(source, self.routing.num_tokens, times)
         return None if index is None or source is None else (source, index, times)
 
-    def run(self) -> ExpertLayer:
-        copies = {node: found for node in self.here.users if (found := self._copy(node)) is not None}
+    def rewrite(self, before: fx.Node, nodes: int) -> ExpertLayer:
+        """Rewrite the layer. ``before``: the call of ``meet`` that knows no tokens."""
+        num_tokens = self.routing.num_tokens
+        copies = {node: found for node in before.users if (found := self._copy(node)) is not None}
         places = {(index, times) for _, index, times in copies.values()}
-        first = min(self.here.users)
+        first = min(before.users)
         if self.routing.top_k == 1 or len(places) != 1 or not max(places)[0] < first:
             return self.layer
         ((token, times),) = places
-        build = Builder(self.graph, first, self.here)
+        build = Builder(self.graph, first, before)
         token = token if times == 1 else build.call(aten.floor_divide.default, token, times)
-        here = build.call(exchange.meet, *self.here.args, token, self.num_tokens, self.nodes, domain=STACK)
-        self.here.replace_all_uses_with(here)
-        self.graph.erase_node(self.here)
+        here = build.call(exchange.meet, *before.args, token, num_tokens, nodes, domain=STACK)
+        before.replace_all_uses_with(here)
+        self.graph.erase_node(before)
         for node, (tokens, *_) in copies.items():
             at = Builder(self.graph, node, node)
-            value = at.call(aten.reshape.default, tokens, [self.num_tokens, *shape_of(node)[1:]])
+            value = at.call(aten.reshape.default, tokens, [num_tokens, *shape_of(node)[1:]])
             node.replace_all_uses_with(at.call(exchange.dispatch_tokens, value, token, here, domain=ROWS))
             erase_unread(self.graph, [node])
         backs = [node for node in here.users if node.target is exchange.give_back]
@@ -83,10 +81,10 @@ class _TokensOnce(Opening):
         return self._summed(found, backs[0], token)
 
     def _summed(self, found: RowSum, back: fx.Node, token: fx.Node) -> ExpertLayer:
-        """The results of experts, weighted there, summed by token."""
+        """Sum the results of experts by token, weighted on their ranks."""
         rows: Any
         rows, here = back.args
-        end, size, dtype = found.end, self.num_tokens, rows.meta["val"].dtype
+        end, size, dtype = found.end, self.routing.num_tokens, rows.meta["val"].dtype
         build = Builder(self.graph, end, end)
         for weight in self._weights(build, found):
             sent = build.call(exchange.dispatch, weight, here, domain=ROWS)
@@ -101,7 +99,7 @@ class _TokensOnce(Opening):
         return self.replaced(end, whole)
 
     def _weights(self, build: Builder, found: RowSum) -> Iterator[fx.Node]:
-        """Each [n], in the order of the rows."""
+        """Yield each weight [n], in the order of the rows."""
         for weight in found.by_row:
             yield build.call(aten.reshape.default, weight, [self.routing.num_rows])
         for weight in found.by_pair:
@@ -111,7 +109,7 @@ class _TokensOnce(Opening):
 
 
 def _repeated(value: fx.Node, num_tokens: int, times: int) -> fx.Node | None:
-    """The tokens that ``value`` [num_tokens · times, …] repeats, each as often."""
+    """Return the tokens that ``value`` [num_tokens · times, …] repeats, each as often."""
     node = without_reshapes(value)
     if node.target is not aten.expand.default:
         return None
@@ -128,10 +126,9 @@ def _repeated(value: fx.Node, num_tokens: int, times: int) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class RowSum:
-    """``end``: the value of tokens, to which ``base`` was added. ``inverse``: the place of each pair among the rows, or
-    ``token``: that of each row. Weights are factors, one of each row: ``by_row`` in the order of rows, ``by_pair`` in
-    the order of the pairs.
-    """
+    """A sum of the rows of each token. ``end``: the value of tokens, to which ``base`` was added. ``inverse``: the
+    place of each pair among the rows, or ``token``: that of each row. Weights are factors, one of each row: ``by_row``
+    in the order of rows, ``by_pair`` in the order of the pairs."""
 
     end: fx.Node
     by_row: tuple[fx.Node, ...] = ()
@@ -141,7 +138,7 @@ class RowSum:
     base: fx.Node | None = None
 
     def is_by(self, token: fx.Node, routing: Routing) -> bool:
-        """Whether exactly the rows of each token are added up, each once, ``token`` being that of each row."""
+        """Return whether exactly the rows of each token are added up, each once, ``token`` being that of each row."""
         if self.token is token:
             return True
         given = self.token or self.inverse
@@ -151,15 +148,14 @@ class RowSum:
             given, of_row = found
             if self.token is not None:
                 return given.equal(of_row)
-            places = torch.arange(routing.num_rows)
-            is_each_once = given.sort().values.equal(places.to(given.dtype))
-            return is_each_once and of_row[given].equal((places // routing.top_k).to(of_row.dtype))
+            pairs = torch.arange(routing.num_rows).to(given.dtype)
+            return given.sort().values.equal(pairs) and of_row[given].equal((pairs // routing.top_k).to(of_row.dtype))
 
         return routing.holds([given, token], adds)
 
 
 def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
-    """The sum that alone reads ``rows``, through weights and orders; None if they are used otherwise."""
+    """Return the sum that alone reads ``rows``, through weights and orders; None if they are used otherwise."""
     found, node = RowSum(rows), rows
     while len(node.users) == 1 and found.end is rows:
         (user,) = node.users
@@ -173,7 +169,7 @@ def sum_of(rows: fx.Node, routing: Routing) -> RowSum | None:
 
 
 def _is_cast(found: RowSum, dtype: torch.dtype) -> bool:
-    """Whether a sum that is wider than the rows is read in their dtype alone, and is a sum of them alone."""
+    """Return whether a sum that is wider than the rows is read in their dtype alone, and is a sum of them alone."""
     below = set(walk(found.end.users, readers, stop=lambda n: n.target not in RESHAPES))
     ends = [n for n in below if n.target not in RESHAPES]
     has_base = found.base is not None and bool(found.base.all_input_nodes)
@@ -208,7 +204,7 @@ def _step(found: RowSum, node: fx.Node, user: fx.Node, routing: Routing) -> RowS
 
 
 def _weight(node: fx.Node, user: fx.Node, num_rows: int) -> fx.Node | None:
-    """The factor of ``node``, one number for each row, that keeps its shape and rounds it to no narrower dtype."""
+    """Return the factor of ``node``, a number for each row, that keeps its shape and rounds it to no narrower dtype."""
     if user.target is not aten.mul.Tensor or len(user.all_input_nodes) != 2:
         return None
     (weight,) = (n for n in user.all_input_nodes if n is not node)
@@ -220,7 +216,7 @@ def _weight(node: fx.Node, user: fx.Node, num_rows: int) -> fx.Node | None:
 
 
 def only_index(user: fx.Node) -> fx.Node | None:
-    """The index of a lookup along the first dim alone."""
+    """Return the index of a lookup along the first dim alone."""
     indices: Any = user.args[1]
     return indices[0] if len(indices) == 1 and len(shape_of(indices[0])) == 1 else None
 

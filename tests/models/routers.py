@@ -100,3 +100,32 @@ def of_one_more(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 RANKS: tuple[Rank, ...] = (by_sort, by_argsort, of_one_more)
+
+
+# ---- routers whose choice no indices say
+
+
+def by_threshold(layer: experts.Layer, x: Tensor) -> Tensor:
+    """Every expert whose score is at least the k-th best."""
+    scores = layer.gate(x).softmax(-1)
+    chosen = scores >= scores.topk(layer.top_k, -1).values[..., -1:]
+    return sum(expert(x) * (scores * chosen)[..., e, None] for e, expert in enumerate(layer.experts))
+
+
+def in_two_levels(layer: experts.Layer, x: Tensor) -> Tensor:
+    """The better half of the experts, then the best of it."""
+    scores = layer.gate(x).softmax(-1).unflatten(-1, (2, -1))
+    half = scores.sum(-1).max(-1).indices
+    best, place = scores.max(-1)
+    number = 2 * half + place.gather(-1, half.unsqueeze(-1)).squeeze(-1)
+    weight = best.gather(-1, half.unsqueeze(-1))
+    return sum(expert(x) * weight * (number == e).unsqueeze(-1) for e, expert in enumerate(layer.experts))
+
+
+class Unrouted(experts.Layer):
+    def __init__(self, way: Callable[[experts.Layer, Tensor], Tensor]) -> None:
+        super().__init__(experts.masks)
+        self.choose = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choose(self, x)

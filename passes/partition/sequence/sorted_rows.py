@@ -16,11 +16,10 @@ these calls, and no others, may be computed of a rank's pairs of token and choic
 An order is that of one rank: no other op may read values that count rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from passes.moe import exchange
@@ -41,77 +40,41 @@ Sorted = Mapping[fx.Node, str]  # the known calls: "order", "token" and "places"
 
 
 def sort_plainly(program: Program, experts: Experts) -> Sorted:
-    """Rewrite ``program`` at each layer with rows that are sorted by expert."""
+    """Rewrite ``program`` at each layer with rows that are sorted by expert; return the known calls."""
     found: dict[fx.Node, str] = {}
     for layer in experts.layers:
-        routing = Routing(layer.num_experts, [program.node(name) for name in layer.chosen], layer.top_k)
-        if layer.dispatch is Dispatch.OFFSETS and len(routing.chosen) == 1:
-            _Layer(program, routing, program.node(layer.combined), found).rewrite()
+        if layer.dispatch is Dispatch.OFFSETS and len(layer.chosen) == 1:
+            routing = Routing(layer.num_experts, [program.node(layer.chosen[0])], layer.top_k)
+            found |= _rewritten(routing, _names(routing, program.node(layer.combined)))
     return found
 
 
-class _Layer:
-    """Owns the known calls of one layer, each of which is made when it is wanted."""
-
-    def __init__(self, program: Program, routing: Routing, combined: fx.Node, found: dict[fx.Node, str]) -> None:
-        self.graph, self.routing, self.found = program.graph.graph, routing, found
-        (self.chosen,) = routing.chosen
-        self.combined = combined
-        self.build = Builder(self.graph, self.chosen.next, self.chosen)
-        self.rows = Exchange(self.build, routing)
-        self.made: dict[tuple[str, torch.dtype], fx.Node] = {}
-
-    def rewrite(self) -> None:
-        """Replace values that depend on the choices alone by the known ones."""
-        names, order = dict[fx.Node, str](), self.chosen
-        for node in sorted(walk([self.chosen], readers, into=lambda n: n <= self.combined)):
-            name = self._name_of(node, order)
-            if name:
-                names[node] = name
-                order = node if name == "order" and order is self.chosen else order
-        for node, name in names.items():
-            node.replace_all_uses_with(self._as(name, node.meta["val"].dtype))
-        made = vars(self.rows)
-        for name in (name for name in ("order", "token", "places") if name in made):
-            sorts = () if name == "token" else made[name].all_input_nodes
-            self.found |= {made[name]: name} | dict.fromkeys(sorts, "sort")
-        erase_unread(self.graph, names)
-
-    def _name_of(self, node: fx.Node, order: fx.Node) -> str:
-        """``order``: that of the rows; the choices, while it is not known."""
+def _names(routing: Routing, combined: fx.Node) -> dict[fx.Node, str]:
+    """Return the values before ``combined`` that depend on the choices alone and equal a known one, with its name."""
+    names, order = dict[fx.Node, str](), None
+    sizes = {(routing.num_rows,), (routing.size,)}
+    for node in sorted(walk(routing.chosen[0].users, readers, into=lambda n: n <= combined)):
         value = node.meta.get("val")
-        sizes = {(self.routing.num_rows,), (self.routing.size,)}
         is_of_ids = isinstance(value, Tensor) and tuple(value.shape) in sizes and not node.meta.get("grad")
-        if node is self.chosen or not is_of_ids:
-            return ""
-        left = ["order", "token", "places", "expert", "counts", "ends"]
-
-        def holds(found: list[Tensor], counts: Tensor, ids: list[Tensor]) -> bool:
-            value, flat, given = found[0].long(), ids[0].reshape(-1), found[1].reshape(-1)
-            if order is self.chosen:  # the first order of the rows: those of one expert may stand in any
-                given = value if _sorts(value, flat) else None
-            known = {"expert": torch.sort(flat).values, "counts": counts, "ends": counts.cumsum(0)}
-            if given is not None:
-                known |= {"order": given, "token": given // self.routing.top_k, "places": torch.argsort(given)}
-            left[:] = [name for name in left if name in known and torch.equal(value, known[name])]
-            return bool(left)
-
-        return left[0] if self.routing.holds([node, order], holds) else ""
-
-    def _as(self, name: str, dtype: torch.dtype) -> fx.Node:
-        node = getattr(self.rows, name)
-        if node.meta["val"].dtype == dtype:
-            return node
-        if (name, dtype) not in self.made:
-            self.made[name, dtype] = self.build.call(aten.to.dtype, node, dtype)
-        return self.made[name, dtype]
+        if is_of_ids and (name := routing.name_of(node, order)):
+            names[node] = name
+            order = order or (node if name == "order" else None)
+    return names
 
 
-def _sorts(value: Tensor, flat: Tensor) -> bool:
-    """Return whether it is an order of all rows, by expert."""
-    if value.shape != flat.shape or not torch.equal(torch.sort(value).values, torch.arange(len(flat))):
-        return False
-    return torch.equal(flat[value], torch.sort(flat).values)
+def _rewritten(routing: Routing, names: dict[fx.Node, str]) -> Sorted:
+    """Put known calls, each made when it is wanted, in the place of values with these names."""
+    (chosen,) = routing.chosen
+    rows, casts = Exchange(Builder(chosen.graph, chosen.next, chosen), routing), dict[Any, fx.Node]()
+    for node, name in names.items():
+        known, dtype = getattr(rows, name), node.meta["val"].dtype
+        if known.meta["val"].dtype != dtype and (name, dtype) not in casts:
+            casts[name, dtype] = rows.build.call(aten.to.dtype, known, dtype)
+        node.replace_all_uses_with(casts.get((name, dtype), known))
+    made = {node: name for name, node in vars(rows).items() if name in ("order", "token", "places")}
+    sorts = [node.all_input_nodes[0] for node, name in made.items() if name != "token"]
+    erase_unread(chosen.graph, names)
+    return made | dict.fromkeys(sorts, "sort")
 
 
 # ---- typings
@@ -128,7 +91,8 @@ class SortedRows:
     counts: set[fx.Node] = field(default_factory=set)
 
     def option(self, node: fx.Node) -> Option | None:
-        """The typing of a call that makes or reads such rows; None for any other. Raises PlanError if it mixes them."""
+        """Return the typing of a call that makes or reads such rows; None for others. Raises PlanError if it mixes
+        them."""
         inputs = node.all_input_nodes
         if node in self.known:
             return self._as_given(node, self.natives[inputs[0]])
@@ -137,16 +101,17 @@ class SortedRows:
             self.counts.add(node)
             return self._as_given(node, P)
         if any(self._counts_rows(n) for n in inputs):
-            return self._indexed(node)
-        if any(n in self.inside for n in inputs):
-            return self._inside(node)
-        return None
+            packet = packet_of(node.target)
+            if packet not in (aten.index, aten.index_add):
+                raise no_typing(node)
+            return self._gathered(node) if packet is aten.index else self._added(node)
+        return self._inside(node) if any(n in self.inside for n in inputs) else None
 
     def _counts_rows(self, node: fx.Node) -> bool:
         return self.known.get(node) in ("order", "token", "places")
 
     def _as_given(self, node: fx.Node, out: Placement, **given: Placement) -> Option:
-        """Return every operand in the type that it has."""
+        """Return the typing that reads every operand in the type that it has."""
         args = tuple(given.get(n.name, self.natives.get(n, R)) for n in node.all_input_nodes)
         if any(t.has_whole_segment for t in args):
             raise no_typing(node)
@@ -154,25 +119,15 @@ class SortedRows:
 
     # ---- into an order, and out of it
 
-    def _indexed(self, node: fx.Node) -> Option:
-        packet = packet_of(node.target)
-        option = (
-            self._gathered(node) if packet is aten.index else self._added(node) if packet is aten.index_add else None
-        )
-        if option is None:
-            raise no_typing(node)
-        return option
-
-    def _gathered(self, node: fx.Node) -> Option | None:
-        """x[i], x[i, ids]: rows of tokens or pairs in the order, or back from it."""
+    def _gathered(self, node: fx.Node) -> Option:
+        """Type x[i], x[i, ids]: rows of tokens or pairs in the order, or back from it."""
         args: Any = node.args
         x, (first, *more) = args
-        rows = self.natives.get(x)
-        is_back = self.known.get(first) == "places"
-        if rows is None or rows.dim != 0 or (x in self.inside) is not is_back or not self._fit(first, shape_of(x)[0]):
-            return None
-        if any(i not in self.inside and self.known.get(i) != "order" for i in more) or (is_back and more):
-            return None
+        rows, is_back = self.natives.get(x), self.known.get(first) == "places"
+        is_of_rows = rows is not None and rows.dim == 0 and (x in self.inside) is is_back
+        in_order = not more or (not is_back and all(i in self.inside or self.known.get(i) == "order" for i in more))
+        if not is_of_rows or not in_order or not self._fit(first, shape_of(x)[0]):
+            raise no_typing(node)
         if not is_back:
             self.inside.add(node)
         return self._as_given(node, self.natives[first])
@@ -184,38 +139,32 @@ class SortedRows:
     def _times(self, index: fx.Node) -> int:
         return index.args[1] if self.known.get(index) == "token" else 1  # pyright: ignore[reportReturnType]
 
-    def _added(self, node: fx.Node) -> Option | None:
+    def _added(self, node: fx.Node) -> Option:
         args: Any = node.args
         base, dim, index, rows = args[:4]
-        is_before = self.known.get(index) in ("order", "token")
+        is_before = self.known.get(index) in ("order", "token") and self._fit(index, shape_of(base)[0])
         if dim != 0 or not is_before or rows not in self.inside or base in self.inside:
-            return None
-        if not self._fit(index, shape_of(base)[0]):
-            return None
+            raise no_typing(node)
         out = V(0, *(n // self._times(index) for n in self.natives[index].sizes))
         return self._as_given(node, out, **{base.name: out})
 
     # ---- inside an order
 
     def _inside(self, node: fx.Node) -> Option:
-        """Type an op inside an order row by row: no sharded operand is of another order, and none is converted."""
-        sharded = [n for n in node.all_input_nodes if n in self.natives and n not in self.counts]
-        option = next(self._of_rows(node), None)
-        if option is None or not all(n in self.inside for n in sharded):
-            raise no_typing(node)
-        self.inside.add(node)
-        return option
-
-    def _of_rows(self, node: fx.Node) -> Iterator[Option]:
+        """Type a call row by row: no sharded operand is of another order, and all are read unchanged."""
+        given = {n: self.natives[n] for n in node.all_input_nodes if n in self.natives}
         if is_grouped(node.target):
             rows, _, ends = node.all_input_nodes[:3]
-            if ends in self.counts and self.natives[rows].dim == 0:
-                yield self._as_given(node, self.natives[rows])
-            return
-        site = Site(node, self.ranks, {n.name: {self.natives[n]} for n in node.all_input_nodes if n in self.natives})
-        for option in options_over_cp(site):
-            pairs = zip(site.inputs, option.args, strict=True)
-            if option.out.is_sharded and all(
-                t == self.natives[n] if n in self.natives else t.kind in "IR" for n, t in pairs
-            ):
-                yield option
+            found = [self._as_given(node, given[rows])] if ends in self.counts and given[rows].dim == 0 else []
+        else:
+            site = Site(node, self.ranks, {n.name: {t} for n, t in given.items()})
+            found = [o for o in options_over_cp(site) if o.out.is_sharded and _as_they_are(site, o, given)]
+        if not found or any(n not in self.inside and n not in self.counts for n in given):
+            raise no_typing(node)
+        self.inside.add(node)
+        return found[0]
+
+
+def _as_they_are(site: Site, option: Option, given: Mapping[fx.Node, Placement]) -> bool:
+    pairs = zip(site.inputs, option.args, strict=True)
+    return all(t == given[n] if n in given else t.kind in "IR" for n, t in pairs)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from passes.errors import PlanError
 from passes.moe.domain import axis_of
 from passes.moe.find import find_experts
 from passes.moe.open import open_experts
 from planner import plan
 from planner.mesh import Mesh
-from tests.models import experts, stacked_experts
+from tests.models import experts, routers, stacked_experts
 from tests.models.adapted_experts import LowRank, adapted
 from tests.tools.expert_programs import captured
 from tests.tools.simulated_mesh import equals_one_process
@@ -120,3 +121,29 @@ def test_a_layer_that_is_not_opened_leaves_the_marks_of_others():
     program, _ = captured(of(Twice), batch_of(4))
     open_experts(program, find_experts(program), Mesh())
     assert {axis_of(node) for node in program.graph.graph.nodes} == {"tp"}
+
+
+# ---- experts that no router was found for
+
+
+@pytest.mark.parametrize("way", [routers.by_threshold, routers.in_two_levels], ids=lambda way: way.__name__)
+def test_a_choice_without_indices_is_refused_at_the_experts(way: Any):
+    program, _ = captured(of(lambda: routers.Unrouted(way)))
+    with pytest.raises(PlanError) as error:
+        open_experts(program, find_experts(program), Mesh(dp=2, ep=2))
+    assert error.value.what == (
+        "ep = 2, etp = 1: the model has no experts with a router: no topk, sort, max or argmax of 4 scores gives the "
+        "indices that choose among these products"
+    )
+    assert error.value.where.module == "layer.experts.0.0"
+    assert error.value.fix == "choose by the indices of one topk of 4 scores; or set ep: 1 and remove etp"
+
+
+def test_a_model_without_experts_is_refused_at_the_key():
+    program, _ = captured(lambda: experts.Net(nn.Linear(8, 8)))
+    with pytest.raises(PlanError) as error:
+        open_experts(program, find_experts(program), Mesh(dp=2, ep=2))
+    assert (error.value.what, error.value.where) == (
+        "ep = 2, etp = 1: the model has no experts with a router",
+        "mesh.ep",
+    )
