@@ -124,7 +124,7 @@ def check_pins(spec: Spec, devices: int) -> None:
 def no_layout(spec: Spec, devices: int, space: Space, refused: Sequence[PlanError]) -> PlanError:
     """Return the error that no layout is left: why, and how many devices would have some."""
     if refused and not space.pruned:
-        return refused[0] if len(refused) == 1 else _all_refused(spec, devices, refused)
+        return refused[0] if len(refused) == 1 else _all_refused(devices, refused)
     reasons = [f"{what} ({times} times)" for what, times in space.pruned.most_common(_MOST_SHOWN)]
     reasons += list(dict.fromkeys(error.what for error in refused))[:_MOST_SHOWN]
     near = [n for n in (_nearest(spec, devices, space, -1), _nearest(spec, devices, space, 1)) if n]
@@ -136,7 +136,7 @@ def no_layout(spec: Spec, devices: int, space: Space, refused: Sequence[PlanErro
     )
 
 
-def _all_refused(spec: Spec, devices: int, refused: Sequence[PlanError]) -> PlanError:
+def _all_refused(devices: int, refused: Sequence[PlanError]) -> PlanError:
     words = dict.fromkeys(error.what for error in refused)
     what = f"no layout of {devices} devices: {'; '.join(list(words)[:_MOST_SHOWN])}"
     return PlanError(what, where=refused[0].where, fix=refused[0].fix)

@@ -52,7 +52,8 @@ def own_modules(model: nn.Module) -> list[ModuleType]:
     for themselves, even during a forward, as in a callback of the garbage collector.
     """
     others = (m for m in foreign_modules() if not _is_installed(getattr(m, "__file__", None) or ""))
-    return list(dict.fromkeys((*users_modules(model), *others)))
+    # by id: any object may stand in sys.modules, also one without a hash
+    return list({id(module): module for module in (*users_modules(model), *others)}.values())
 
 
 @functools.cache  # each capture asks several times for each module that is loaded
