@@ -84,7 +84,7 @@ def spaces(graph: fx.Graph) -> list[Space]:
 
 def _root(known: Known, scores: fx.Node, dim: int, size: int) -> fx.Node:
     """Return the product that made the scores; without one, the scores."""
-    up = lambda at: [found for found in tied(at[0], *at, size, known) if found[0] in at[0].all_input_nodes]  # noqa: E731
+    up = lambda at: [n for n in tied(at[0], at[0], at[1], size, known) if n[0] in at[0].all_input_nodes]  # noqa: E731
     seen = walk([(scores, (dim, 1))], up, stop=lambda at: at[0].target in PRODUCTS)
     return min((node for node, _ in seen if node.target in PRODUCTS), default=scores)
 

@@ -70,7 +70,7 @@ def _rewritten(routing: Routing, names: dict[fx.Node, str]) -> Sorted:
         known, dtype = getattr(rows, name), node.meta["val"].dtype
         if known.meta["val"].dtype != dtype and (name, dtype) not in casts:
             casts[name, dtype] = rows.build.call(aten.to.dtype, known, dtype)
-        node.replace_all_uses_with(casts.get((name, dtype), known))
+        node.replace_all_uses_with(casts.get((name, dtype)) or known)
     made = {node: name for name, node in vars(rows).items() if name in ("order", "token", "places")}
     sorts = [node.all_input_nodes[0] for node, name in made.items() if name != "token"]
     erase_unread(chosen.graph, names)
