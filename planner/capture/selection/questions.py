@@ -74,8 +74,7 @@ class Questions:
                 return sympy.true if answer else sympy.false
 
         def deferred(env: ShapeEnv, question: Any, *args: Any, **kwargs: Any) -> Any:
-            self._check(question)
-            return defer(env, question, *args, **kwargs)
+            return self._check(question) or defer(env, question, *args, **kwargs)
 
         watched = (ShapeEnv, "evaluate_sym_node", evaluate), (ShapeEnv, "guard_or_defer_runtime_assert", deferred)
         selections = known_results(self._full.prepared), (FakeTensor, "tolist", self._full.asked(FakeTensor.tolist))
@@ -110,11 +109,19 @@ class Questions:
                 self._answered[again] = answer
         return answer
 
-    def _check(self, question: Any) -> None:
-        """Note ``torch._check`` of numbers read from the batch, which export leaves to the run."""
+    def _check(self, question: Any) -> bool:
+        """Note ``torch._check`` of numbers read from the batch, which export leaves to the run.
+
+        Return True for an equation of one number of selected rows: PyTorch would put the other side in the place of
+        the number, by which the rows are known.
+        """
         tracer, makers = self._makers_of(question)
+        calls = [node for node in makers.values() if node is not None]
+        if isinstance(question, sympy.Eq) and [packet_of(node.target) for node in calls] == [aten.index]:
+            return True
         if makers:
             self._assumed.checks(self._sites.here(), condition_of(question, True, makers, tracer))
+        return False
 
     def _makers_of(self, question: Any) -> tuple[Any, dict[Any, fx.Node | None]]:
         """Return the tracer, and the call that made each number in a question; none if these are not of data."""

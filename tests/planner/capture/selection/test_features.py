@@ -31,6 +31,12 @@ def in_rows_of_an_expanded_mask(m: Any, x: Tensor, mask: Tensor, images: Tensor)
     return x.masked_scatter(mask[..., None].expand_as(x).to(x.device), m.encode(images).flatten(0, 1))
 
 
+def counted_by_elements(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
+    features, spread = m.encode(images).flatten(0, 1), mask[..., None].expand_as(x)
+    torch._check(x[spread].numel() == features.numel())
+    return x.masked_scatter(spread, features)
+
+
 def element_by_element(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
     return x.masked_scatter(mask[..., None] & (torch.arange(WIDTH) % 2 == 0), m.encode(images)[..., ::2])
 
@@ -88,7 +94,7 @@ def written_to_rows(m: Any, x: Tensor, mask: Tensor, images: Tensor) -> Tensor:
 
 
 PLACED = [in_rows, written_to_rows, in_rows_of_an_expanded_mask, element_by_element, added_to_rows, multiplied]
-PLACED += [added_to_features, chosen, side_by_side]
+PLACED += [counted_by_elements, added_to_features, chosen, side_by_side]
 REAL = [without_padding, without_padding_but_one]
 
 
