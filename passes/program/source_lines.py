@@ -20,13 +20,15 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = tuple(
     os.path.join(str(Path(__file__).absolute().parents[2]), d) + os.sep for d in ("planner", "passes", "runtime")
 )
+_GENERATED = "eval_with_key"  # in the file names of the code of graphs
+_CALL = re.compile(r"\s*(?P<name>\w+)\b[^=(]* = ")  # a line of it
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 
 @lru_cache(maxsize=4096)
 def is_foreign_frame(filename: str) -> bool:
     """Return whether a frame belongs to PyTorch, to us or to generated code, and so is of no use to a user."""
-    return filename.startswith((_TORCH, "<", *_OURS)) or "eval_with_key" in filename
+    return filename.startswith((_TORCH, "<", *_OURS)) or _GENERATED in filename
 
 
 def module_of(node: fx.Node) -> str:
@@ -87,3 +89,24 @@ def where_of(node: fx.Node) -> Where:
         return Where(module=module_of(node))
     last = frames[-1]
     return Where(module=module_of(node), file=last["file"], line=int(last["line"]), code=last["code"].strip())
+
+
+def origin_above(node: fx.Node) -> fx.Node:
+    """Return the node or, of one that capture does not know, the nearest of its first inputs that it knows."""
+    known = node
+    while not (module_of(known) or known.meta.get("stack_trace")):
+        if not known.all_input_nodes:
+            return node
+        known = known.all_input_nodes[0]
+    return known
+
+
+def where_failed(graph: fx.Graph, error: BaseException) -> Where | None:
+    """Return the user's line of the call that raised ``error`` in the code of ``graph``; None if that is not known."""
+    nodes = {node.name: node for node in graph.nodes}
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        call = _CALL.match(linecache.getline(file, line)) if _GENERATED in file else None
+        if call is not None and call["name"] in nodes:
+            return where_of(origin_above(nodes[call["name"]]))
+    return None

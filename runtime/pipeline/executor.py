@@ -17,7 +17,7 @@ from textwrap import indent
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
 from passes.base import StageModule
@@ -26,6 +26,7 @@ from passes.interceptors import installed
 from passes.ops.random_state import RandomState
 from passes.ops.recompute import abandon
 from passes.ops.weight_gradients import WeightGradients
+from passes.program.source_lines import where_failed
 from planner.pipeline.links import Message, received_by, sent_by
 from planner.pipeline.schedule import Action
 from planner.pipeline.simulate import grid_around
@@ -248,6 +249,9 @@ class Executor:
         what = f"{self.transport.groups.faults.activity}: {type(error).__name__}: {error}"
         if is_of_a_peer(error):  # the position of this rank explains nothing
             return what
+        module = self.stages[action.chunk].module
+        where = where_failed(module.graph, error) if isinstance(module, fx.GraphModule) else None
+        what += f"\n  at:  {where}" if where is not None and str(where) else ""
         return f"{what}\n  its place in the schedule of all pp ranks:\n{indent(self._place(action), '  ')}"
 
     def _place(self, action: Action) -> str:

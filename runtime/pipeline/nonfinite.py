@@ -8,7 +8,7 @@ reports only values of its own ops, and ``first_of`` finds the first over all ra
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from passes.errors import Where
 from passes.interceptors import installed
 from passes.ops.region import run_piece, run_region
 from passes.program.ops.aten import has_gradient
-from passes.program.source_lines import module_of, where_of
+from passes.program.source_lines import module_of, origin_above, where_of
 from planner.pipeline.schedule import Action
 from runtime.pipeline.executor import Executor
 
@@ -153,7 +153,7 @@ class Watch:
 
     def made(self, stage: StageModule, microbatch: int, node: fx.Node, place: tuple[int, ...], value: str) -> NonFinite:
         """Return the report of an op. An inserted op is reported at the op that made its input."""
-        known = next((n for n in _upwards(node) if module_of(n) or n.meta.get("stack_trace")), node)
+        known = origin_above(node)
         at = {"rank": self.rank, "stage": stage.index, "microbatch": microbatch, "place": place}
         return NonFinite(FORWARD, module_of(known), value, kind_of(node), where_of(known), **at)
 
@@ -173,14 +173,6 @@ class Watch:
         else:
             first = replace(maker, phase=BACKWARD, place=tuple(-n for n in maker.place))
             self._backward.setdefault((stage.index, microbatch), first)
-
-
-def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a node, its first input, the first input of this, and so on."""
-    yield node
-    while node.all_input_nodes:
-        node = node.all_input_nodes[0]
-        yield node
 
 
 class _Checked:

@@ -269,6 +269,21 @@ def test_an_error_names_rank_stage_step_microbatch_and_action():
     )
 
 
+def test_an_error_in_the_code_of_a_graph_names_the_user_s_line():
+    class Broken(nn.Module):
+        def forward(self, value, mask):
+            return (torch.ops.aten.view.default(value, [5, 5]).sum(),)
+
+    broken = fx.symbolic_trace(Broken())
+    for line, node in enumerate(broken.graph.nodes, 1):
+        node.meta["stack_trace"] = f'  File "model.py", line {line}, in forward\n    the call {node.name}\n'
+    run = executor(Head())
+    run.stages[1] = dataclasses.replace(run.stages[1], module=broken)
+    with pytest.raises(StepError) as caught:
+        run.run(step_of())
+    assert str(caught.value).split("\n")[1] == "  at:  model.py:3, `the call view_default`"
+
+
 def test_an_error_shows_its_place_in_the_schedule():
     class SecondBreaks(nn.Module):
         def forward(self, value, mask):
