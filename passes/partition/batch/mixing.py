@@ -28,7 +28,7 @@ from passes.partition.batch.addressed_rows import addresses, crosses
 from passes.partition.batch.orders import Runs
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
-from passes.program.ops.aten import is_pointwise, shape_of, tensors_of
+from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
@@ -259,3 +259,13 @@ def follows_batch(program: Program) -> set[fx.Node]:
     """Return the nodes computed from the batch's values, not from their shapes alone."""
     inputs = [node for node in program.graph.graph.nodes if node.name in program.inputs]
     return set(walk(inputs, readers, into=lambda n: n.target not in SHAPE_READERS))
+
+
+def may_repeat_batch(node: fx.Node) -> bool:
+    """Return whether an op repeats all of its dim in a capture of one sequence: the first, or one behind a new dim."""
+    if packet_of(node.target) is not aten.expand:
+        return False
+    shape, before = shape_of(node), shape_of(node.all_input_nodes[0])
+    added = len(shape) - len(before)
+    pairs = zip((1,) * added + before, shape, (*shape[1:], 0), strict=True)
+    return any(old == 1 < new and (dim == added or then == 1) for dim, (old, new, then) in enumerate(pairs))

@@ -68,7 +68,11 @@ class Sequences:
         unknown = [
             n for n in inner if isinstance(n.target, OwnBackward) or not any(map(one.places.get, n.all_input_nodes))
         ]
-        return any(mixing.may_mix(node, self.on_batch) for node in unknown) or any(map(one.may_mix, inner))
+        return (
+            any(mixing.may_mix(node, self.on_batch) for node in unknown)
+            or any(mixing.may_repeat_batch(node) for node in inner)
+            or any(map(one.may_mix, inner))
+        )
 
     def _may_mix_several(self, inner: Collection[fx.Node]) -> bool:
         flow = mixing.dims_of(self.runs)
