@@ -165,7 +165,7 @@ def line_of(error: BaseException) -> Where | None:
     if isinstance(error, SyntaxError):
         return Where(file=error.filename or "", line=error.lineno or 0, code=(error.text or "").strip())
     frames = traceback.extract_tb(error.__traceback__)
-    ours = tuple(str(Path(__file__).resolve().parents[1] / package) + "/" for package in OUR_PACKAGES)
+    ours = tuple(str(Path(__file__).resolve().parents[2] / package) + "/" for package in OUR_PACKAGES)
     outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", *ours))]
     user = [f for f in outside if not f.filename.startswith(sys.base_prefix)]
     if not user:
