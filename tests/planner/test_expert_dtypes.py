@@ -18,9 +18,8 @@ from tests.tools.simulated_mesh import spec_of
 HALF = cycle(("bfloat16", "float16"))  # one of the two, as both are half precision to a decision
 CASES = [(name, dtype) for name in MOE for dtype in ("float32", next(HALF))]
 TOKENS = "tokens sorted by expert; tokens, once to a rank: dispatch_tokens, dispatch {weights}, combine"
-ROWS = "tokens sorted by expert; rows: dispatch, give_back"
 TOP_1 = "the rows that chose it; rows: dispatch, dispatch, give_back"
-OTHERWISE = {"phimoe": ROWS, "llama4": TOP_1}  # from TOKENS
+OTHERWISE = {"llama4": TOP_1}  # from TOKENS
 BEHIND_A_DENSE_LAYER = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "exaone_moe")
 # Their routers weigh in float32 and cast no weight: in half precision these travel as {weights}.
 IN_FLOAT32 = (
