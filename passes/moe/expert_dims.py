@@ -29,9 +29,8 @@ from passes.program.ops.aten import aten, is_pointwise, named, packet_of, shape_
 from passes.program.ops.groups import BEST, BINS, JOINS, MOVED, PLACING, PRODUCTS, SORTS, SPLITS
 from passes.program.walks import Reach, Reached, operands, readers, walk
 from passes.program.weights import is_parameter, is_weight
-from passes.rules.call import operands_of
 from passes.rules.follow import Known, Place, tied
-from passes.rules.rule import RESULT
+from passes.rules.rule import RESULT, operands_of
 from passes.rules.table import rule_of
 
 CHOOSING, PARTS = BEST | SORTS, MOVED | SPLITS

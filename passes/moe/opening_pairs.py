@@ -25,9 +25,8 @@ from passes.program.ops.groups import PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import between, in_order, readers, walk
 from passes.program.weights import is_weight
-from passes.rules.call import Call, operands_of
 from passes.rules.follow import stays_zero
-from passes.rules.rule import RESULT
+from passes.rules.rule import RESULT, Call, operands_of
 from passes.rules.table import rule_of
 from passes.rules.views import reshape
 

@@ -22,8 +22,7 @@ from passes.moe.token_rows import Counts, Layout, Part, followed, sizes_of
 from passes.program.builder import Builder, arguments_with
 from passes.program.ops.aten import aten, is_pointwise, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import PRODUCTS, VIEWS
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, OpRule
+from passes.rules.rule import RESULT, OpRule, operands_of
 from passes.rules.table import rule_of
 
 FREE = (Counts.EXPERTS, Counts.CHOICES)

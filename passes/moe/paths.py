@@ -22,8 +22,7 @@ from passes.program.ops.aten import aten, named, packet_of, shape_of
 from passes.program.ops.groups import ADDING, BINS, CUTS, FILLED, JOINS, LAID_OUT, PLACING, PRODUCTS, SORTS, Ops
 from passes.program.walks import Reached, ancestors, between, meetings, operands, readers, walk
 from passes.program.weights import is_computed_weight, is_parameter, is_weight
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT
+from passes.rules.rule import RESULT, operands_of
 from passes.rules.table import rule_of
 
 MOST = 200

@@ -15,9 +15,8 @@ from passes.program.ops import groups
 from passes.program.ops.aten import aten, named, packet_of, shape_of, tensors_of
 from passes.program.ops.groups import CUTS, LAID_OUT, PRODUCTS, SPLITS
 from passes.program.weights import is_parameter, is_weight
-from passes.rules.call import operands_of
 from passes.rules.follow import tied_dims
-from passes.rules.rule import Role
+from passes.rules.rule import Role, operands_of
 from passes.rules.table import rule_of
 
 

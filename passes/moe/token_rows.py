@@ -32,9 +32,8 @@ from passes.moe.layers import Refusal, check_draws
 from passes.program.builder import Builder, arguments_with
 from passes.program.ops.aten import aten, is_random, shape_of
 from passes.program.ops.groups import WITH_SIZES
-from passes.rules.call import operands_of
 from passes.rules.follow import rule_by_rows
-from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role, operands_of
 from passes.types.types import Draw
 
 

@@ -8,9 +8,8 @@ sum                  summed over          mean, amax, var …     mixed
 
 from collections.abc import Collection
 
-from passes.rules.call import Call
 from passes.rules.products import Builder
-from passes.rules.rule import EACH, MIX, RESULT, SUM, Factors, OpRule, Role, aligned
+from passes.rules.rule import EACH, MIX, RESULT, SUM, Call, Factors, OpRule, Role, aligned
 
 NAMES = ("dim", "dims", "axis")
 

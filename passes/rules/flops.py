@@ -23,10 +23,9 @@ from passes.program.ops.aten import arguments, aten, is_view, packet_of, shape_o
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.rules import products, spatial
-from passes.rules.call import operands_of
 from passes.rules.own import OwnRule, flops_of_pattern, own_rule
 from passes.rules.products import Builder
-from passes.rules.rule import RESULT, Factor
+from passes.rules.rule import RESULT, Factor, operands_of
 from passes.rules.table import RULES, builder_of, rule_of
 
 # How many operations a processor does in the time in which it moves one byte: about right for a CPU core in float32.

@@ -21,8 +21,7 @@ from torch import Tensor, fx
 
 from passes.program.ops.aten import draws, is_pointwise, shape_of
 from passes.program.ops.groups import EXTREMES, is_grouped
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, OpRule
+from passes.rules.rule import RESULT, OpRule, operands_of
 from passes.rules.table import rule_of
 
 Place = tuple[int, int]  # dim, inner

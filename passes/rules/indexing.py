@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from passes.rules.call import Call
-from passes.rules.rule import EACH, MIX, RESULT, Factors, OpRule
+from passes.rules.rule import EACH, MIX, RESULT, Call, Factors, OpRule
 
 
 def _dim(call: Call) -> int:

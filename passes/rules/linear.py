@@ -11,7 +11,7 @@ import torch
 
 from passes.program.ops.aten import has_gradient, packets, tensors_of
 from passes.program.ops.sequence import gather_sequence, local_rows, sum_over_ranks
-from passes.rules.call import Call
+from passes.rules.rule import Call
 
 Sets = tuple[frozenset[int], ...]
 

@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from passes.rules.call import Call, Shape
-from passes.rules.rule import RESULT, Factors, OpRule, Role
+from passes.rules.rule import RESULT, Call, Factors, OpRule, Role, Shape
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([+^]?)\Z")
 MARKS = {role.value: role for role in Role}

@@ -16,9 +16,8 @@ from torch import Tensor, fx
 
 from passes.errors import PlanError, Where
 from passes.program.ops.aten import packet_of
-from passes.rules.call import Call, call_of
 from passes.rules.notation import Pattern, parse
-from passes.rules.rule import OpRule, Role
+from passes.rules.rule import Call, OpRule, Role, call_of
 from passes.rules.trials import called, tried
 
 Flops = Callable[[Mapping[str, int]], float]

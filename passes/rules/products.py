@@ -4,9 +4,8 @@ bias the summed dim is mixed. Attention too, which has several of its own."""
 from collections.abc import Callable, Sequence
 from string import ascii_letters
 
-from passes.rules.call import Call
 from passes.rules.notation import Pattern, parse
-from passes.rules.rule import EACH, MIX, RESULT, Factor, Factors, OpRule, Place
+from passes.rules.rule import EACH, MIX, RESULT, Call, Factor, Factors, OpRule, Place
 
 Builder = Callable[[Call], OpRule | None]
 

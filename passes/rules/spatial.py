@@ -10,8 +10,7 @@ from typing import Any
 from torch import fx
 
 from passes.program.ops.aten import arguments
-from passes.rules.call import Call
-from passes.rules.rule import EACH, MIX, RESULT, SUM, Factor, Factors, OpRule, Place, Role
+from passes.rules.rule import EACH, MIX, RESULT, SUM, Call, Factor, Factors, OpRule, Place, Role
 
 
 def convolution(call: Call) -> OpRule:

@@ -13,11 +13,10 @@ from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
 from passes.rules import along, indexing, products, spatial, views
-from passes.rules.call import Call, call_of, key_of, operands_of
 from passes.rules.linear import linear_in
 from passes.rules.own import own_rule
 from passes.rules.products import Builder, text
-from passes.rules.rule import EACH, RESULT, Factors, OpRule
+from passes.rules.rule import EACH, RESULT, Call, Factors, OpRule, call_of, key_of, operands_of
 
 
 def builder_of(target: Any) -> Builder | None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program.ops.aten import aten, has_gradient, named, packet_of, shape_of, with_sizes
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role, operands_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 STATISTICS = ("running_mean", "running_var")  # they have no gradient

@@ -7,8 +7,7 @@
 from math import gcd, prod
 
 from passes.program.ops.aten import permutation
-from passes.rules.call import Call, Shape
-from passes.rules.rule import EACH, MIX, RESULT, Factor, Factors, OpRule, Place
+from passes.rules.rule import EACH, MIX, RESULT, Call, Factor, Factors, OpRule, Place, Shape
 
 
 def reshape(call: Call) -> OpRule | None:

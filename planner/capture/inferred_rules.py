@@ -20,9 +20,8 @@ from passes.partition.typings.table import has_rule
 from passes.program.ops.aten import draws, is_mutable
 from passes.program.program import Program
 from passes.program.source_lines import where_of
-from passes.rules.call import operands_of
 from passes.rules.notation import Pattern
-from passes.rules.rule import EACH, MIX, RESULT, SUM, Factor, Place
+from passes.rules.rule import EACH, MIX, RESULT, SUM, Factor, Place, operands_of
 from passes.rules.table import rule_of
 from passes.rules.trials import by_parts, called, run_call
 from planner.capture.gradients.applications import (

@@ -19,7 +19,7 @@ from torch import fx
 from passes.program.known_values import value_of
 from passes.program.ops.aten import aten, has_floats, named, packet_of, shape_of
 from passes.program.ops.groups import ADDING, LOOKUPS, PLACING, RESHAPES, SAME
-from passes.rules.call import operands_of
+from passes.rules.rule import operands_of
 
 Held = Sequence[Collection[int]]  # the dims of each operand that hold the batch
 

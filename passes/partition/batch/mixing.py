@@ -33,8 +33,7 @@ from passes.program.ops.groups import JOINS, LAID_OUT, PLACING, Ops, is_grouped
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Factor, OpRule, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Role, operands_of
 from passes.rules.table import rule_of
 from passes.types.types import Run
 

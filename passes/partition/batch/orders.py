@@ -19,8 +19,7 @@ from passes.program.ops.aten import cut_of, dim_of_cat, has_floats, is_pointwise
 from passes.program.ops.groups import JOINS, LOOKUPS, PLACING, RESHAPES
 from passes.program.program import Program
 from passes.program.walks import readers, walk
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT
+from passes.rules.rule import RESULT, operands_of
 from passes.rules.table import rule_of
 from passes.types.types import Run
 

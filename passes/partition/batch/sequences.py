@@ -25,8 +25,7 @@ from passes.program.ops.groups import FILLED, JOINS, RESHAPES
 from passes.program.ops.own_backward import OwnBackward
 from passes.program.program import Program
 from passes.program.walks import operands, readers, walk
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Factor, OpRule, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Role, operands_of
 from passes.rules.table import rule_of
 
 Places = frozenset[tuple[int, int]]  # (dim, elements of it behind the batch); of a dim of its own (dim, 1)

@@ -32,8 +32,7 @@ from passes.program.ops.aten import aten, packet_of, tensors_of
 from passes.program.ops.groups import CROSS_ENTROPIES, PLACING, Ops
 from passes.program.program import Program
 from passes.program.walks import operands, walk
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, OpRule, Role
+from passes.rules.rule import RESULT, OpRule, Role, operands_of
 from passes.rules.table import rule_of
 
 LABELLING = Ops("pow ne eq constant_pad_nd pad masked_fill")  # their numbers are class ids, fillings and exponents
@@ -50,9 +49,7 @@ def loss_region(program: Program, on_batch: Collection[fx.Node]) -> set[fx.Node]
 
 
 def kinds_by_form(
-    program: Program,
-    on_batch: Collection[fx.Node],
-    region: Collection[fx.Node],
+    program: Program, on_batch: Collection[fx.Node], region: Collection[fx.Node]
 ) -> tuple[dict[fx.Node, Kind], list[fx.Node]]:
     """Return the kinds, and the counts."""
     from_inputs = input_only(program)

@@ -21,8 +21,7 @@ from torch import fx
 
 from passes.program.ops.aten import arguments, aten, is_random, named, packet_of, position_of, shape_of
 from passes.program.ops.groups import Ops
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Factor, Role
+from passes.rules.rule import RESULT, Factor, Role, operands_of
 from passes.rules.table import rule_of
 
 WHOLE, ROWS, UNIT, SHARE, LOOSE, UNKNOWN = "whole", "rows", "unit", "share", "loose", "unknown"

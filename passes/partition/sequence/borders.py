@@ -20,8 +20,7 @@ from passes.program.ops.groups import CASTS, CHOICES, PADS, Ops
 from passes.program.program import PACKED, Program
 from passes.program.source_lines import where_of
 from passes.program.walks import in_order, operands, walk
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, OpRule
+from passes.rules.rule import RESULT, OpRule, operands_of
 from passes.rules.table import rule_of
 
 MOST_STEPS = 512  # of a chunk

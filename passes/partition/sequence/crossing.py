@@ -34,8 +34,7 @@ from passes.program.ops.groups import CHOICES, CONVOLUTIONS, PRODUCTS
 from passes.program.program import Program
 from passes.program.walks import ancestors, readers, walk
 from passes.program.weights import is_parameter, is_weight
-from passes.rules.call import key_of, operands_of
-from passes.rules.rule import RESULT, Role
+from passes.rules.rule import RESULT, Role, key_of, operands_of
 from passes.rules.table import rule_of
 
 NEARLY_ALL = 0.9  # of the elements that rows read; where a mask blanks more, their places may matter

@@ -120,9 +120,7 @@ def reads_whole(node: fx.Node, value: fx.Node) -> PlanError:
 
 def no_typing(node: fx.Node) -> PlanError:
     return PlanError(
-        f"cp: {op(node)} cannot run on a shard of the sequence or on partial sums",
-        where=where_of(node),
-        fix=WITHOUT,
+        f"cp: {op(node)} cannot run on a shard of the sequence or on partial sums", where=where_of(node), fix=WITHOUT
     )
 
 

@@ -27,8 +27,7 @@ from passes.program.ops.aten import has_gradient, is_pointwise, is_random, shape
 from passes.program.ops.groups import MOVES, PRODUCTS
 from passes.program.program import Program
 from passes.program.weights import is_weight
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Role
+from passes.rules.rule import RESULT, Role, operands_of
 from passes.rules.table import rule_of
 from passes.types.types import Placement, Run, V
 

@@ -17,8 +17,7 @@ from torch import fx
 from passes.partition.typings.base import Form, Option, Site
 from passes.program.ops.aten import draws
 from passes.program.ops.own_backward import OwnBackward
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Role
+from passes.rules.rule import RESULT, Role, operands_of
 from passes.types.types import P, Placement
 
 

@@ -29,8 +29,7 @@ from torch import fx
 from passes.program.ops.aten import aten, draws, has_gradient, is_pointwise, is_random, named, packet_of, shape_of
 from passes.program.ops.groups import ANDS, DIVISIONS, LAID_OUT, MOVED, MOVES, PERMUTES, RESHAPES, Ops
 from passes.program.walks import in_order
-from passes.rules.call import operands_of
-from passes.rules.rule import RESULT, Role
+from passes.rules.rule import RESULT, Role, operands_of
 from passes.rules.table import rule_of
 
 TOTAL = Ops(

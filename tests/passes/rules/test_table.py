@@ -12,9 +12,8 @@ from torch import Tensor, fx
 from passes.program.ops.aten import aten, is_random, ops_named, packet_of
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from passes.rules.call import operands_of
 from passes.rules.notation import parse
-from passes.rules.rule import RESULT, Factor, OpRule, Place, Role
+from passes.rules.rule import RESULT, Factor, OpRule, Place, Role, operands_of
 from passes.rules.table import RULES, rule_of
 from passes.rules.trials import TOLERANCES, called, tried
 

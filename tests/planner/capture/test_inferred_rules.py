@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from passes.program.ops.aten import draws, packet_of
-from passes.rules.call import call_of, operands_of
 from passes.rules.flops import node_flops
 from passes.rules.own import OWN
-from passes.rules.rule import Factor, OpRule, Role
+from passes.rules.rule import Factor, OpRule, Role, call_of, operands_of
 from passes.rules.table import rule_of
 from passes.rules.trials import called
 from planner import Plan, plan
