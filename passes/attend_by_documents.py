@@ -94,7 +94,8 @@ def _members(mask: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
         is_plain = is_pointwise(node.target) or node.target is aten.expand.default
         return is_plain or (node.target is aten.reshape.default and shape_of(node.all_input_nodes[0])[-2:] == size)
 
-    read = list(walk([mask], operands, stop=is_given))
+    # an op that is not by rows may read a handle, which has no shape
+    read = list(walk([mask], operands, stop=lambda node: is_given(node) or not is_by_rows(node)))
     members = {node for node in read if not is_given(node)}
     if not all(map(is_by_rows, members)):
         return None

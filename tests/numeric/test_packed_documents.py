@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from passes.errors import PlanError
 from passes.ops import documents as ops
 from passes.ops.document_blocks import CAUSAL, WHOLE, KeyBlock
+from passes.ops.gathered_attention import gathered_attention
 from passes.program.ops.aten import tensors_of
 from planner.lower import lower
 from planner.spec.inputs import NAMES, DataSpec
@@ -166,6 +167,15 @@ def test_the_graph_of_a_cp_rank_has_no_value_of_the_square_of_32k_tokens() -> No
     (stage,) = lower(made, 3, torch.device("cpu")).stages
     values = [x for node in stage.module.graph.nodes for x in tensors_of(node)]
     assert max(x.numel() for x in values) < length**2 // cp // 16
+
+
+def test_a_mask_that_is_an_input_is_read_as_a_whole_over_cp() -> None:
+    batch = packed(by_hand(*documents(1)), INPUTS["own, of a mask"], 2)
+    made = plan_again(build("own, of a mask"), spec_of(batch, {"cp": 2}, data={"packing": "documents"}))
+    (stage,) = lower(made, 1, torch.device("cpu")).stages
+    calls = list(stage.module.graph.find_nodes(op="call_function", target=gathered_attention))
+    assert calls
+    assert all("documents" in call.kwargs and "rows" not in call.kwargs for call in calls)
 
 
 @pytest.mark.thorough
