@@ -20,8 +20,6 @@ from passes.program.source_lines import origin_of
 
 CopyBody = Callable[[fx.GraphModule, dict[fx.Node, Any]], Any]
 
-FEWEST = 2
-
 
 @dataclass
 class Branches:
@@ -35,35 +33,25 @@ class Branches:
     shared: dict[fx.Node, fx.Node] = field(default_factory=dict)
     body: dict[fx.Node, None] = field(default_factory=dict)  # the calls of branch 0, inputs first
 
-    @property
-    def reads(self) -> list[fx.Node]:
-        return [*self.pieces, *self.own, *self.shared]
-
 
 def join_branches(graph: fx.Graph, copy_body: CopyBody) -> bool:
     """Replace every concatenation of equal branches in ``graph``; ``copy_body`` writes canonical calls at its end."""
     joined = False
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        branches = _branches_of(node)
-        whole = branches and _batched(node, branches, copy_body)
+        found = equal_branches(node.args[0])
+        if found is None or not found.own or any(len(shape_of(first)) > 1 for first in found.own):
+            continue  # they differ, or are too little or too much to join
+        is_along = {dim for _, dim in found.pieces.values()} == {dim_of_cat(node)}
+        whole = _batched(node, found, copy_body) if is_along else None
         if whole:
             node.replace_all_uses_with(whole)
             joined = True
     return joined
 
 
-def _branches_of(cat: fx.Node) -> Branches | None:
-    """The equal branches that ``cat`` puts together; None if they differ, or are too little or too much to join."""
-    found = equal_branches(cat.args[0])
-    is_small = found is not None and all(len(shape_of(first)) < 2 for first in found.own)
-    if found is None or not found.pieces or not found.own or not is_small:
-        return None
-    return found if {dim for _, dim in found.pieces.values()} == {dim_of_cat(cat)} else None
-
-
 def equal_branches(leaves: Any) -> Branches | None:
     """Return the branches that end in ``leaves``, one each; None if there are too few, or they differ."""
-    if len(leaves) < FEWEST or len({shape_of(leaf) for leaf in leaves}) > 1:
+    if len(leaves) < 2 or len({shape_of(leaf) for leaf in leaves}) > 1:
         return None
     found = Branches(len(leaves))
     return found if _are_equal(tuple(leaves), found, set()) else None
@@ -80,9 +68,12 @@ def _are_equal(nodes: tuple[fx.Node, ...], found: Branches, seen: set[fx.Node]) 
     if all(n.op == "placeholder" for n in nodes):
         found.own[first] = nodes
         return len({(shape_of(n), n.meta["val"].dtype) for n in nodes}) == 1
-    if (cut := cut_of(first)) is not None and _are_pieces(nodes, *cut[:2]):
-        found.pieces[first] = cut[:2]
-        return True
+    if (cut := cut_of(first)) is not None:
+        whole, dim = cut[:2]
+        step, rest = divmod(shape_of(whole)[dim], len(nodes))
+        if not rest and all(cut_of(n) == (whole, dim, i * step, (i + 1) * step) for i, n in enumerate(nodes)):
+            found.pieces[first] = whole, dim
+            return True
     seen.add(first)
     operands = zip(*(nodes_in((n.args, n.kwargs)) for n in nodes), strict=False)
     if not _same_call(nodes) or not all(_are_equal(inner, found, seen) for inner in operands):
@@ -102,15 +93,9 @@ def _same_call(nodes: tuple[fx.Node, ...]) -> bool:
     return first.op == "call_function" and len(keys) == 1 and len(set(nodes)) == len(nodes)
 
 
-def _are_pieces(nodes: tuple[fx.Node, ...], whole: fx.Node, dim: int) -> bool:
-    """Return whether ``nodes``, in order, are ``whole`` in as many equal parts along ``dim``."""
-    step, rest = divmod(shape_of(whole)[dim], len(nodes))
-    return not rest and all(cut_of(n) == (whole, dim, i * step, (i + 1) * step) for i, n in enumerate(nodes))
-
-
 def _batched(cat: fx.Node, branches: Branches, copy_body: CopyBody) -> fx.Node | None:
     """Return all branches at once, written before ``cat``; None if an op of theirs cannot be batched."""
-    num, dim, reads = branches.num, dim_of_cat(cat), branches.reads
+    num, dim, reads = branches.num, dim_of_cat(cat), [*branches.pieces, *branches.own, *branches.shared]
 
     def branch(*values: torch.Tensor) -> Any:
         env: dict[fx.Node, Any] = dict(zip(reads, values, strict=True))

@@ -71,10 +71,8 @@ def _reduced(each: Tensor, reduction: int, has_rows: bool) -> Tensor:
 
 # Ops that PyTorch makes of several and does not write out; some are of newer versions than the oldest that we run on.
 _OURS: dict[str, Callable[..., Any]] = {
-    "torch_nn._linear_cross_entropy_batch_chunked.default": lambda *given: (
-        _loss_of_linear(*given),
-        *given[:3],
-    ),  # the others are gradients, for its own backward
+    # its other results are gradients, for its own backward
+    "torch_nn._linear_cross_entropy_batch_chunked.default": lambda *given: (_loss_of_linear(*given), *given[:3]),
     "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default": _loss_of_linear,
     "aten.cosine_embedding_loss.default": _cosine_embedding,
     "aten.multilabel_margin_loss.default": _multilabel_margin,
@@ -94,7 +92,8 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
         return None  # it is recognised by its name (passes.partition.loss.shares)
     ours = _OURS.get(str(target))
     whole = ours or (target.decompose if target._can_decompose() else decomposition_table.get(target))
-    if whole is None or not (_is_stack(target) or any(n.meta["grad"] for n in nodes_in((args, kwargs)))):
+    is_stack = target._opname.endswith("stack")  # joins tensors under another name; ids and masks are joined so too
+    if whole is None or not (is_stack or any(n.meta["grad"] for n in nodes_in((args, kwargs)))):
         return None
     try:
         graph = traced(whole, args, kwargs, None if ours else _without_rule(spellings, has_rule))
@@ -103,11 +102,6 @@ def written_out(node: fx.Node, args: Any, kwargs: Any, spellings: Any, has_rule:
     calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     known = all(has_rule(op) or op in spellings or not _reads(op) for op in calls) and len(calls) <= MOST_CALLS
     return graph if known and not graph.graph.find_nodes(op="get_attr") else None
-
-
-def _is_stack(target: torch._ops.OpOverload) -> bool:
-    """Return whether an op joins tensors under another name than cat and stack; ids and masks are joined so too."""
-    return target._opname.endswith("stack")
 
 
 def _without_rule(spellings: Any, has_rule: HasRule) -> dict[Any, Any]:
@@ -188,12 +182,15 @@ Written = tuple[Callable[..., Any], tuple[Any, ...]] | None  # a function of ten
 
 
 def _embedding_bag(node: fx.Node, given: dict[str, Any]) -> Written:
-    size = _bag_size(given["offsets"], shape_of(given["indices"])[0])
-    if size is None or given["include_last_offset"]:
+    """Write out bags of one size, which begin at its multiples."""
+    offsets, length = given["offsets"], shape_of(given["indices"])[0]
+    bounds: Any = offsets.args if offsets.target is aten.arange.start_step else ()
+    is_even = tuple(bounds[:2]) == (0, length) and len(bounds) == 3 and bounds[2] > 0 and length % bounds[2] == 0
+    if not is_even or given["include_last_offset"]:
         return None
     if given["scale_grad_by_freq"]:
         raise frequency_scaled(node)
-    names = ("weight", "indices", "per_sample_weights", "mode", "padding_idx")
+    names, size = ("weight", "indices", "per_sample_weights", "mode", "padding_idx"), int(bounds[2])
     return lambda *read: (_of_bags(size, *read), None, None, None), tuple(given.get(name) for name in names)
 
 
@@ -221,13 +218,6 @@ def frequency_scaled(node: fx.Node) -> PlanError:
         where=where_of(node),
         fix="remove scale_grad_by_freq",
     )
-
-
-def _bag_size(offsets: fx.Node, length: int) -> int | None:
-    """Return the length of all bags, if they begin at multiples of it."""
-    bounds: Any = offsets.args if offsets.target is aten.arange.start_step else ()
-    begins = tuple(bounds[:2]) == (0, length) and len(bounds) == 3 and bounds[2] > 0 and length % bounds[2] == 0
-    return int(bounds[2]) if begins else None
 
 
 def _variance(node: fx.Node, given: dict[str, Any]) -> Written:

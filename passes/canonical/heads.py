@@ -107,7 +107,10 @@ class _Writer:
         """Return the replacement of ``end``: a concatenation, or a sum with other terms."""
         self._stack_weights()
         for piece, (source, dim) in self.loop.pieces.items():
-            self.new[piece] = self._cut_in_heads(source, dim)
+            shape = list(shape_of(source))  # [.., heads · n, ..], seen as [heads, .., n, ..]
+            parted = self._view(source, [*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :]])
+            order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
+            self.new[piece] = self._emit(aten.permute.default, parted, order) if dim else parted
         for node in self.loop.body:
             self.origin = node
             self._write(node)
@@ -131,13 +134,6 @@ class _Writer:
         """Return ``x`` with its first dim at place ``dim``."""
         rest = list(range(1, len(shape_of(x))))
         return self._emit(aten.permute.default, x, [*rest[:dim], 0, *rest[dim:]]) if dim else x
-
-    def _cut_in_heads(self, x: fx.Node, dim: int) -> fx.Node:
-        """View [.., heads · n, ..] as [heads, .., n, ..]."""
-        shape = list(shape_of(x))
-        parted = self._view(x, [*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :]])
-        order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
-        return self._emit(aten.permute.default, parted, order) if dim else parted
 
     def _stack_weights(self) -> None:
         """Stack weights of one shape together, so that one exchange moves them."""

@@ -5,13 +5,12 @@ view, flatten, unsqueeze, squeeze …  → reshape to static sizes
 transpose, t, mT, movedim …          → permute
 split, chunk, unbind, select         → split_with_sizes / slice, then reshape
 stack, cat                           → cat of the operands that are not empty
-repeat_interleave                    → a new dim, expanded, merged
+repeat_interleave, repeat            → a new dim, expanded, merged
 to, type_as, _to_copy                → to.dtype, or nothing
 x[.., [2, 3], ..]                    → slice                       if the index is a constant run
 slice_scatter(x, y, dim, a, b)       → cat([x[:a], y, x[b:]])       (of a cat: its operands)
 … of every n-th element              → the same along a dim of n of its own
 select_scatter, copy                 → the same, or the source itself
-repeat                               → a new dim, expanded, merged
 """
 
 import operator
@@ -196,16 +195,11 @@ def _slice_scatter(emit: Emit, node: fx.Node, args: list[Any], kwargs: dict[str,
     if step != 1:
         if size % step or length != size // step or start >= step:
             return emit(node.target, args, kwargs, node.meta["val"])
-        return reshaped(emit, _every_nth(emit, x, source, dim, start, step), node.meta["val"])
+        sizes = list(shape_of(source))  # x as [.., n/step, step, ..], with row ``start`` of the strides replaced
+        strides = viewed_back(emit, x, [*sizes[: dim + 1], step, *sizes[dim + 1 :]])
+        row = viewed(emit, source, [*sizes[: dim + 1], 1, *sizes[dim + 1 :]])
+        return reshaped(emit, _between(emit, strides, row, dim + 1, start, strides.meta["val"]), node.meta["val"])
     return _between(emit, x, source, dim, start, node.meta["val"])
-
-
-def _every_nth(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, step: int) -> fx.Node:
-    """View ``x`` as [.., n/step, step, ..] with row ``start`` of the strides replaced by ``source``."""
-    sizes = list(shape_of(source))
-    strides = viewed_back(emit, x, [*sizes[: dim + 1], step, *sizes[dim + 1 :]])
-    row = viewed(emit, source, [*sizes[: dim + 1], 1, *sizes[dim + 1 :]])
-    return _between(emit, strides, row, dim + 1, start, strides.meta["val"])
 
 
 def _between(emit: Emit, x: fx.Node, source: fx.Node, dim: int, start: int, val: Any) -> fx.Node:

@@ -52,13 +52,9 @@ def _meaning(mask: torch.Tensor | None) -> str:
     """ "causal", "full" or "" for a boolean or an additive mask [.., s, t]."""
     if mask is None or mask.dim() < 2:
         return ""
-    if mask.dtype == torch.bool:
-        allowed = mask
-    else:
-        lowest = torch.finfo(mask.dtype).min
-        allowed = mask == 0
-        if not bool((allowed | (mask <= lowest)).all()):
-            return ""
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()):
+        return ""
     if bool(allowed.all()):
         return "full"
     causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
@@ -212,8 +208,7 @@ def _joined(a: Runs | None, b: Runs | None, either: bool) -> Runs | None:
     if bool((gap & ~a.is_empty & ~b.is_empty).any()):
         return None
     first, stop = torch.minimum(a.first, b.first), torch.maximum(a.stop, b.stop)
-    pick = [(a.is_empty, b), (b.is_empty, a)]
-    for is_empty, other in pick:
+    for is_empty, other in ((a.is_empty, b), (b.is_empty, a)):
         first, stop = torch.where(is_empty, other.first, first), torch.where(is_empty, other.stop, stop)
     return Runs(first, stop, a.width)
 

@@ -38,8 +38,7 @@ class SpelledNorm:
 def spelled_norms(program: Program) -> Iterator[SpelledNorm]:
     """Yield all that the program spells out, in its order."""
     for node in program.graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        found = _norm_of(node)
-        if found is not None:
+        if (found := _norm_of(node)) is not None:
             yield found
 
 
@@ -66,10 +65,9 @@ def _norm_of(product: fx.Node) -> SpelledNorm | None:
         if eps is None or (made.shape, made.dtype) != (given.shape, given.dtype):
             continue
         found = SpelledNorm(v, eps, (product,), 5)
-        dtype = v.meta["val"].dtype
-        if v.target is aten.to.dtype and dtype == torch.float32 and len(v.args) == 2 and not v.kwargs:
+        if v.target is aten.to.dtype and given.dtype == torch.float32 and len(v.args) == 2 and not v.kwargs:
             return _with_casts(v, product, eps) or found
-        return found if dtype in _WIDE else None
+        return found if given.dtype in _WIDE else None
     return None
 
 
@@ -95,8 +93,9 @@ def _eps_of(v: fx.Node, root: fx.Node) -> float | None:
         return None
     if mean.target is not aten.mean.dim or mean.kwargs or not _is_inner(mean, v):
         return None
-    square, dims, *kept = mean.args
-    if not isinstance(square, fx.Node) or not _is_last(dims, v) or kept != [True]:
+    (square, dims, *kept), ndim = mean.args, v.meta["val"].dim()
+    is_last = isinstance(dims, Sequence) and len(dims) == 1 and ndim > 0 and dims[0] in (-1, ndim - 1)
+    if not isinstance(square, fx.Node) or not is_last or kept != [True]:
         return None
     return float(eps) if _is_square(square, v) and _is_inner(square, v) else None
 
@@ -110,8 +109,3 @@ def _is_square(node: fx.Node, v: fx.Node) -> bool:
 def _is_inner(node: fx.Node, v: fx.Node) -> bool:
     """Return whether it has one reader, and the dtype of ``v``."""
     return len(node.users) == 1 and node.meta["val"].dtype == v.meta["val"].dtype
-
-
-def _is_last(dims: Any, v: fx.Node) -> bool:
-    ndim = v.meta["val"].dim()
-    return isinstance(dims, Sequence) and len(dims) == 1 and ndim > 0 and dims[0] in (-1, ndim - 1)

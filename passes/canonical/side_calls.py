@@ -24,7 +24,9 @@ _NUMBERED = re.compile(r"(?P<base>.*?)(?:_(?P<number>\d+))?")
 
 def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
     """Bring each run of neighbouring calls that depend on none of ``weights`` into that order."""
-    aside = _aside(graph, weights)
+    sources = [node for node in graph.nodes if node.name in weights or is_random(node)]
+    weighed = set(walk(sources, readers))
+    aside = {node for node in graph.nodes if node.op == "call_function" and node not in weighed}
     first_read = _first_read(graph, aside)
     for run in [list(run) for is_aside, run in groupby(graph.nodes, aside.__contains__) if is_aside]:
         # each call after its inputs; else by line, and then by first reader
@@ -32,13 +34,6 @@ def order_side_calls(graph: fx.Graph, weights: Collection[str]) -> None:
         order = in_turn({node: [n for n in node.all_input_nodes if n in keys] for node in run}, keys)
         if order != run:
             _place(run, order)
-
-
-def _aside(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
-    """Return calls that depend on no weight, and draw nothing."""
-    sources = [node for node in graph.nodes if node.name in weights or is_random(node)]
-    weighed = set(walk(sources, readers))
-    return {node for node in graph.nodes if node.op == "call_function" and node not in weighed}
 
 
 def _first_read(graph: fx.Graph, aside: Collection[fx.Node]) -> dict[fx.Node, int]:

@@ -26,7 +26,7 @@ META = {
     "val": "a tensor of the node's shape and dtype without values, or a tuple of them",
     "inferred": "of an op without a rule: the pattern that trials show (planner.capture.inferred_rules)",
     "grad": "whether a gradient of the loss may flow through it",
-    "stopped": "whether its gradient stops at a detach that stands below it (passes.canonical.stopped)",
+    "stopped": "whether its gradient stops at a detach that stands below it (passes.canonical.form)",
     "parameter": "of a placeholder: the user's dotted name of the parameter",
     "known": "of a placeholder: whether it is a buffer or a constant",
     "constant": "of a placeholder: its value, while the graph is brought into canonical form",
