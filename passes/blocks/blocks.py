@@ -152,22 +152,20 @@ def _groups(runs: list[BlockRun], nodes: list[fx.Node], structure: Structure, re
     return groups
 
 
+@dataclass
 class _Choice:
     """Between ``repetition`` and those of ``groups`` that it overlaps."""
 
-    def __init__(
-        self,
-        program: Program,
-        structure: Structure,
-        recomputed: set[fx.Node],
-        groups: list[Group],
-        repetition: list[Group],
-    ) -> None:
-        self.program, self.structure, self.recomputed = program, structure, recomputed
-        self.groups, self.repetition = groups, repetition
-        self.inside = {node for group in repetition for node in group.nodes if node not in recomputed}
-        self.touching = [group for group in groups if not self.inside.isdisjoint(group.nodes)]
-        self.replaced = [group for group in groups if group not in self.touching] + repetition
+    program: Program
+    structure: Structure
+    recomputed: set[fx.Node]
+    groups: list[Group]
+    repetition: list[Group]
+
+    def __post_init__(self) -> None:
+        self.inside = {node for group in self.repetition for node in group.nodes if node not in self.recomputed}
+        self.touching = [group for group in self.groups if not self.inside.isdisjoint(group.nodes)]
+        self.replaced = [group for group in self.groups if group not in self.touching] + self.repetition
 
     @property
     def is_better(self) -> bool:
@@ -183,12 +181,8 @@ class _Choice:
         # whether the calls contain several blocks of some size each
         are_coarse = len(self.repetition) >= 2 * len(self.touching) and all(g.num_products > 1 for g in self.repetition)
         if len(shared) < _CALLS_SHARE * len(self.inside) or are_coarse:
-            return len(self.touching) == 1 or after <= _TOLERANCE * self._before
-        return len(self.touching) > 1 and _TOLERANCE * after < self._before
-
-    @property
-    def _before(self) -> float:
-        return self._crossing(self.touching, self.groups)
+            return len(self.touching) == 1 or after <= _TOLERANCE * self._crossing(self.touching, self.groups)
+        return len(self.touching) > 1 and _TOLERANCE * after < self._crossing(self.touching, self.groups)
 
     def _crossing(self, own: list[Group], groups: list[Group]) -> float:
         """Return the median of the bytes that cross a cut between two of ``own``, if ``groups`` are the blocks."""

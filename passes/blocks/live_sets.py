@@ -12,6 +12,7 @@ summed once a step. A value of both (an embedded token) is sent.
 
 import operator
 from collections.abc import Mapping
+from functools import reduce
 
 from torch import fx
 
@@ -35,19 +36,11 @@ def recomputed_nodes(program: Program) -> set[fx.Node]:
         if node.op == "placeholder":
             flags[node] = _PARAMETER * (node.name in program.parameters) | _BATCH * (node.name in program.inputs)
         elif node.op == "call_function":
-            flags[node] = _flags(node, flags)
+            flag = reduce(operator.or_, (flags[n] for n in node.all_input_nodes), 0)
+            # sent once it is random, reads parameters and batch, or multiplies by parameters
+            is_sent = (flag & _PARAMETER and (flag & _BATCH or has_flops(node))) or is_random(node)
+            flags[node] = flag | _SENT if is_sent else flag
     return {node for node, flag in flags.items() if node.op == "call_function" and not flag & _SENT}
-
-
-def _flags(node: fx.Node, flags: Mapping[fx.Node, int]) -> int:
-    """Return the dependencies of ``node`` as flags; _SENT once it is random, reads parameters and batch, or multiplies
-    by parameters."""
-    flag = 0
-    for operand in node.all_input_nodes:
-        flag |= flags[operand]
-    reads_both = flag & _PARAMETER and flag & _BATCH
-    is_costly = flag & _PARAMETER and has_flops(node)
-    return flag | _SENT if reads_both or is_costly or is_random(node) else flag
 
 
 def anchors(program: Program, block_of: Mapping[str, int], recomputed: set[fx.Node]) -> dict[fx.Node, int]:

@@ -113,8 +113,9 @@ def _stretches(flow: Flow, tokens: np.ndarray, total: np.ndarray, period: int) -
         start, stop = max(first, end), last + period
         taken = (tokens[start:stop] < 0).any()
         if stop - start >= 2 * period and total[start + period] > total[start] and not taken:
-            run = BlockRun(start, period, (stop - start) // period)
-            if _is_chain(flow, run):
+            block, count = (flow.edges - start) // period, (stop - start) // period
+            follows = (block[:, 1] == block[:, 0] + 1) & (block[:, 0] >= 0) & (block[:, 1] < count)
+            if 2 * len(np.unique(block[follows, 1])) > count - 1:  # most blocks read values of the block before them
                 end = stop
                 yield start, stop
 
@@ -152,10 +153,3 @@ def _median(crossing: np.ndarray) -> np.ndarray:
     """Return the median over cuts of their bytes [cuts, …]; a value that passes only a part of the blocks does not
     count."""
     return np.sort(crossing, axis=0)[len(crossing) // 2]
-
-
-def _is_chain(flow: Flow, run: BlockRun) -> bool:
-    """Return whether most blocks read values of the block before them."""
-    block = (flow.edges - run.start) // run.period
-    follows = (block[:, 1] == block[:, 0] + 1) & (block[:, 0] >= 0) & (block[:, 1] < run.count)
-    return 2 * len(np.unique(block[follows, 1])) > run.count - 1

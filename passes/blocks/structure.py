@@ -47,11 +47,6 @@ class Group:
         self.num_products += flops > 0
         self.flops += flops
 
-    @property
-    def container(self) -> str:
-        """The dotted path of the module's container: a list's own path, or the parent module's."""
-        return self.path.rpartition(".")[0]
-
 
 class Structure:
     """Owns facts that are computed once: the signature, operands and FLOPs of each node, the kind of each group."""
@@ -184,7 +179,7 @@ class _Search:
         reach = _reach(parent, children)
         by_kind, by_container = defaultdict(list), defaultdict(list)
         for child in children:
-            by_container[child.container].append(child)
+            by_container[child.path.rpartition(".")[0]].append(child)  # a list's own path, or the parent module's
         if len(children) > 1:
             for child in children:
                 by_kind[self.kind(child)].append(child)

@@ -11,7 +11,6 @@ Forward, for one microbatch and the full (unsharded) tensors. Backward is about 
 that shares and balances may leave it out.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -22,7 +21,7 @@ from torch import fx
 from passes.program.ops.aten import arguments, aten, is_view, packet_of, shape_of, value_bytes
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gathered_attention
-from passes.rules import products, spatial
+from passes.rules import products
 from passes.rules.own import OwnRule, flops_of_pattern, own_rule
 from passes.rules.products import Builder
 from passes.rules.rule import RESULT, Factor, operands_of
@@ -33,7 +32,8 @@ from passes.rules.table import RULES, builder_of, rule_of
 FLOPS_PER_BYTE = 8.0
 
 MULTIPLIED: dict[Builder, tuple[int, int]] = {  # builder of a rule → the operands that the op multiplies
-    **dict.fromkeys((products.linear, products.matmul, products.grouped, products.einsum, spatial.convolution), (0, 1)),
+    **dict.fromkeys((products.linear, products.matmul, products.grouped), (0, 1)),
+    **dict.fromkeys((products.einsum, products.convolution), (0, 1)),
     **dict.fromkeys((products.addmm, products.baddbmm, products.addmv, products.addbmm), (1, 2)),
 }
 
@@ -87,7 +87,7 @@ def _of_product(operands: tuple[int, int], node: fx.Node) -> int:
 
 def _of_convolution(node: fx.Node) -> int:
     x, weight = (shape_of(n) for n in operands_of(node)[:2])
-    places = x if spatial.is_transposed(node) else shape_of(node)
+    places = x if products.is_transposed(node) else shape_of(node)
     return _of_product((0, 1), node) * prod(weight[2:]) * prod(places[2 - len(weight) :])
 
 
@@ -112,7 +112,7 @@ def _attention(node: fx.Node) -> int:
     is_over_cp = node.target in (causal_attention, gathered_attention)
     operands = node.args[:3] if is_over_cp else [given[n] for n in ("query", "key", "value")]
     query, key, value = (shape_of(n) for n in operands if isinstance(n, fx.Node))
-    batch_heads = math.prod(query[:-2])
+    batch_heads = prod(query[:-2])
     return 2 * batch_heads * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
@@ -120,10 +120,10 @@ def _recurrence(node: fx.Node) -> int:
     given = arguments(node)
     x = shape_of(given["input"] if "input" in given else given["data"])
     matrices = [shape_of(n) for n in given["params"] if len(shape_of(n)) == 2]
-    return 2 * math.prod(x[:-1]) * sum(map(math.prod, matrices))
+    return 2 * prod(x[:-1]) * sum(map(prod, matrices))
 
 
-OTHERS = {products.einsum: _of_einsum, spatial.convolution: _of_convolution}
+OTHERS = {products.einsum: _of_einsum, products.convolution: _of_convolution}
 FLOPS: dict[Any, Callable[[fx.Node], int]] = {
     **{
         packet: OTHERS.get(builder, partial(_of_product, MULTIPLIED[builder]))

@@ -1,6 +1,5 @@
 """RULES: op → its effect on the dims of its operands. An op that is not here, and is not pointwise, has no rule."""
 
-from collections.abc import Hashable
 from dataclasses import replace
 from operator import getitem
 from string import ascii_letters
@@ -12,7 +11,7 @@ from passes.program.ops.aten import aten, is_pointwise, named, packet_of, packet
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from passes.rules import along, indexing, products, spatial, views
+from passes.rules import along, indexing, products, views
 from passes.rules.linear import linear_in
 from passes.rules.own import own_rule
 from passes.rules.products import Builder, text
@@ -36,21 +35,16 @@ def runs_in_steps(target: Any) -> bool:
 
 def rule_of(node: fx.Node) -> OpRule | None:
     """The rule of a call; None for an op without one, or one that is called in a way which its rule does not know."""
-    key = form_of(node)
-    if key is None:
+    call = key_of(node) if node.target is not getitem else None  # the rule of an item follows from its source
+    if call is None:
         return _made(node)
+    own = own_rule(node.target)
+    key = call, str(node.meta.get("inferred")), own and own.text
     if key not in _MADE:
         if len(_MADE) >= MOST_MADE:
             _MADE.clear()
         _MADE[key] = _made(node)
     return _MADE[key]
-
-
-def form_of(node: fx.Node) -> Hashable | None:
-    """All that the rule of a call follows from; None if that is more than the call and the shapes that it reads."""
-    key = key_of(node) if node.target is not getitem else None  # the rule of an item follows from its source
-    own = own_rule(node.target)
-    return None if key is None else (key, str(node.meta.get("inferred")), own and own.text)
 
 
 _MADE: dict[Any, OpRule | None] = {}
@@ -118,8 +112,8 @@ RULES: dict[Any, Builder] = (
     | packets("addbmm", products.addbmm)
     | packets("einsum", products.einsum)
     | packets("_grouped_mm", products.grouped)
-    | packets("conv1d conv2d conv3d convolution", spatial.convolution)
-    | packets("conv_transpose1d conv_transpose2d conv_transpose3d", spatial.convolution)
+    | packets("conv1d conv2d conv3d convolution", products.convolution)
+    | packets("conv_transpose1d conv_transpose2d conv_transpose3d", products.convolution)
     | packets("scaled_dot_product_attention", products.attention)
     | {causal_attention: products.attention}
     # over cp
@@ -127,10 +121,9 @@ RULES: dict[Any, Builder] = (
     | {sum_over_ranks: along.elementwise}
     # by elements, beside those that PyTorch tags
     | packets("alias dropout feature_dropout native_dropout _to_copy lift_fresh_copy", along.elementwise)
-    | packets(
-        "zeros_like ones_like full_like empty_like rand_like randn_like bernoulli exponential uniform", along.like
-    )
-    | packets("type_as", along.shaped_like)
+    | packets("zeros_like ones_like full_like empty_like rand_like randn_like", along.like)
+    | packets("bernoulli exponential uniform", along.like)
+    | packets("type_as expand expand_as", along.shaped_like)
     | packets("zeros ones full empty new_zeros new_ones new_full new_empty rand randn", along.new)
     # along dims
     | packets("softmax _softmax log_softmax _log_softmax _safe_softmax", along.kept)
@@ -142,8 +135,7 @@ RULES: dict[Any, Builder] = (
     | packets("layer_norm rms_norm native_layer_norm _fused_rms_norm", along.norm)
     | packets("sum nansum count_nonzero", along.total)
     | packets("mean nanmean amax amin max min argmax argmin aminmax logsumexp prod any all", along.mixed)
-    | packets("median nanmedian kthvalue mode", along.mixed)
-    | packets("var std var_mean std_mean norm linalg_vector_norm", along.mixed)
+    | packets("median nanmedian kthvalue mode var std var_mean std_mean norm linalg_vector_norm", along.mixed)
     | packets("select unbind", along.selected)
     | packets("diagonal", along.diagonal)
     | packets("stack", along.stack)
@@ -153,7 +145,6 @@ RULES: dict[Any, Builder] = (
     # views
     | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape)
     | packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", views.permute)
-    | packets("expand expand_as", along.shaped_like)
     | packets("repeat", views.repeat)
     | packets("view_as_complex", text("... p^ -> ..."))
     | packets("view_as_real", text("... -> ... p^"))
@@ -169,10 +160,10 @@ RULES: dict[Any, Builder] = (
     | {packet_of(CTC_LOSSES): text("t^ b c^, b s^, b, b -> b")}
     # images
     | packets("grid_sampler", text("n c h^ w^, n p q t^ -> n c p q", "n c d^ h^ w^, n o p q t^ -> n c o p q"))
-    | packets("batch_norm native_batch_norm _native_batch_norm_legit", spatial.batch_norm)
-    | packets("instance_norm", spatial.instance_norm)
-    | packets("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", spatial.batch_norm)
-    | packets("group_norm", spatial.group_norm)
+    | packets("batch_norm native_batch_norm _native_batch_norm_legit", products.batch_norm)
+    | packets("instance_norm", products.instance_norm)
+    | packets("_native_batch_norm_legit_functional _native_batch_norm_legit_no_training", products.batch_norm)
+    | packets("group_norm", products.group_norm)
     | packets("avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d", POOLS[1])
     | packets("upsample_nearest1d upsample_linear1d", POOLS[1])
     | packets("avg_pool2d max_pool2d adaptive_avg_pool2d adaptive_max_pool2d", POOLS[2])

@@ -6,6 +6,7 @@ SUM     the parts' results, added up, are the result                  gradients 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
     """Return how many ways to cut factors were compared; AssertionError at the first that differs."""
     number = 0
     for factor in rule.factors:
-        has_operand = any(p.operand != RESULT for p in factor.places)
-        if factor.role is Role.MIX or not has_operand:
+        if factor.role is Role.MIX or all(p.operand == RESULT for p in factor.places):
             continue
         for parts in (n for n in (2, 3) if factor.size % n == 0):
             _compare(node, factor, values, parts)
@@ -51,8 +51,10 @@ def tried(node: fx.Node, rule: OpRule, values: dict[str, Tensor]) -> int:
 
 
 def _compare(node: fx.Node, factor: Factor, values: dict[str, Tensor], parts: int) -> None:
-    for what, found, expected in by_parts(node, factor, values, parts):
-        _same(found, expected, f"{node.target} {node.args}: {factor} in {parts} parts: {what}")
+    for name, found, expected in by_parts(node, factor, values, parts):
+        told = partial("{}\n{}".format, f"{node.target} {node.args}: {factor} in {parts} parts: {name}")
+        near = TOLERANCES.get(expected.dtype, 0.0)
+        torch.testing.assert_close(found, expected, rtol=near, atol=near, equal_nan=True, msg=told)
 
 
 def by_parts(
@@ -70,11 +72,6 @@ def by_parts(
     yield "result", _joined([made for made, _ in runs], factor, factor.at(RESULT), parts), expected
     for i, full in gradients.items():
         yield f"gradient of {i}", _joined([g[i] for _, g in runs], factor, factor.at(i), parts), full
-
-
-def _same(found: Tensor, expected: Tensor, what: str) -> None:
-    near = TOLERANCES.get(expected.dtype, 0.0)
-    torch.testing.assert_close(found, expected, rtol=near, atol=near, equal_nan=True, msg=lambda m: f"{what}\n{m}")
 
 
 def _cotangent(result: Tensor) -> Tensor:

@@ -63,8 +63,7 @@ def _possible(before: Placement, after: Placement, grad: bool) -> bool:
     Padding comes with a cut and goes with it; from one dim to another it would have to do both at once.
     """
     if before.is_sharded and after.is_sharded:
-        cuts = (before, after)
-        return before.dim != after.dim and all(c.is_disjoint for c in cuts)
+        return before.dim != after.dim and before.is_disjoint and after.is_disjoint
     cut = before if before.is_sharded else after
     only_taken = after.is_sharded and (before.kind == "R" or (before.kind == "I" and not grad))
     return only_taken or not cut.has_whole_segment

@@ -73,18 +73,13 @@ class Placement:
 
     def local_size(self, tp: int) -> int:
         """Elements of the sharded dim that one rank holds."""
-        segments = self._padded_segments()
-        return sum(s.local(tp) for s in segments)
+        return sum(s.local(tp) for s in self._padded_segments())
 
     def local_shape(self, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
         """The shape on one rank of a tensor of global ``shape``."""
         if self.kind != "V":
             return tuple(shape)
         return tuple(self.local_size(tp) if d == self.dim else n for d, n in enumerate(shape))
-
-    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Global ``shape`` with the padding: the parts of all ranks together."""
-        return tuple(n + self.padding if d == self.dim else n for d, n in enumerate(shape))
 
     def slices(self, tp: int, rank: int) -> tuple[tuple[int, int], ...]:
         """Half-open ranges of the (padded) global dim that ``rank`` holds, in local order."""
@@ -131,12 +126,6 @@ def V(dim: int, *sizes: int, padding: int = 0) -> Placement:
 def evenly(dim: int, size: int, tp: int) -> Placement:
     """A dim of ``size`` in one segment, padded to the next multiple of ``tp`` if it does not divide."""
     return V(dim, size, padding=-size % tp)
-
-
-def padded_vocabulary(size: int, tp: int, multiple: int = 128) -> int:
-    """ceil(size / (multiple·tp))·multiple·tp: 50257 at tp 8 is 51200 (Megatron-LM paper, section 4)."""
-    step = multiple * tp
-    return -(-size // step) * step
 
 
 @runtime_checkable

@@ -157,5 +157,5 @@ def gathered_values(lowered: Lowered, stage: int) -> Iterator[tuple[TypeChange, 
 
 
 def _bytes(decisions: Decisions, change: TypeChange) -> int:
-    value = decisions.program.node(change.value).meta["val"]
-    return prod(change.before.padded_shape(value.shape)) * value.element_size()
+    value, cut = decisions.program.node(change.value).meta["val"], change.before
+    return prod(n + cut.padding * (d == cut.dim) for d, n in enumerate(value.shape)) * value.element_size()

@@ -24,7 +24,7 @@ from passes.partition.typings.by_factors import by_factors
 from passes.program.ops.aten import named, reduced_dims
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import over_data
-from passes.types.types import I, P, Placement, R, V, padded_vocabulary
+from passes.types.types import I, P, Placement, R, V
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def vocabulary_cuts(site: Site, rows: int, dim: int) -> list[Placement]:
     if site.divides(rows):
         return [V(dim, rows)]
     if rows > 16 * site.tp:
-        padded = padded_vocabulary(rows, site.tp, site.vocabulary_multiple)
-        return [V(dim, rows, padding=padded - rows)]
+        # 50257 at tp 8, of a multiple of 128, is 51200 (Megatron-LM paper, section 4)
+        return [V(dim, rows, padding=-rows % (site.vocabulary_multiple * site.tp))]
     return []
 
 
