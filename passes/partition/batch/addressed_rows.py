@@ -54,7 +54,9 @@ def _addressed(node: fx.Node) -> dict[int, Any]:
 
 def _runs_along(node: fx.Node, holds: dict[fx.Node, Collection[int]]) -> Iterator[tuple[fx.Node, int]]:
     """(operand, dim counted from the last one of the places) of sequences among the rows that are read or written."""
-    indices, inner = dict.fromkeys(_addressed(node).values()), _dims_behind(node)
+    addressed = _addressed(node)
+    indices, inner = dict.fromkeys(addressed.values()), len(shape_of(operands_of(node)[0])) - max(addressed) - 1
+    num_places = max(len(shape_of(index)) for index in indices)  # dims of the indices together
     by_dim = "dim" in named(node) and len(shape_of(next(iter(indices)))) == len(shape_of(node))
     only = int(named(node)["dim"]) % max(1, len(shape_of(node))) if "dim" in named(node) else None
     for index in indices:
@@ -64,7 +66,7 @@ def _runs_along(node: fx.Node, holds: dict[fx.Node, Collection[int]]) -> Iterato
         ndim = len(shape_of(rows))
         for dim in holds[rows]:
             place = dim - ndim if by_dim else dim - ndim + inner
-            if (dim == only) if only is not None else -_num_places(node) <= place < 0:
+            if (dim == only) if only is not None else -num_places <= place < 0:
                 yield rows, place if only is None or by_dim else -1
 
 
@@ -73,17 +75,6 @@ def _source(node: fx.Node) -> fx.Node | None:
     given: dict[str, Any] = named(node)
     rows = next((given[name] for name in ("src", "source", "values") if name in given), None)
     return rows if isinstance(rows, fx.Node) else None
-
-
-def _num_places(node: fx.Node) -> int:
-    """Return the dims that the indices have together."""
-    return max(len(shape_of(index)) for index in _addressed(node).values())
-
-
-def _dims_behind(node: fx.Node) -> int:
-    """Return the dims of a row, which stand behind those of the places."""
-    dims = sorted(_addressed(node))
-    return len(shape_of(operands_of(node)[0])) - dims[-1] - 1
 
 
 def _is_count(node: fx.Node, holds: dict[fx.Node, Collection[int]]) -> bool:

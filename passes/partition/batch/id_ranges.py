@@ -162,12 +162,7 @@ def _moved(node: fx.Node, known: Mapping[fx.Node, Tensor], rank: int) -> Tensor 
     is_value = isinstance(node.meta.get("val"), Tensor) and is_integer(node)
     if node.target not in MOVES or not is_value or prod(shape_of(node)) > MOST_ELEMENTS:
         return None
-    if node.target in CASTS:
-        return known.get(source) if _is_wide(node, source) else None
+    if node.target in CASTS:  # a narrower integer would wrap around
+        new, old = (torch.iinfo(n.meta["val"].dtype) for n in (node, source))
+        return known.get(source) if new.min <= old.min and old.max <= new.max else None
     return computed(node, lambda n: known[n] if n in known else torch.zeros(shape_of(n), dtype=torch.int64))
-
-
-def _is_wide(node: fx.Node, source: fx.Node) -> bool:
-    """Return whether every value of the source fits: a narrower integer would wrap around."""
-    new, old = torch.iinfo(node.meta["val"].dtype), torch.iinfo(source.meta["val"].dtype)
-    return new.min <= old.min and old.max <= new.max

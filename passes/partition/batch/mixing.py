@@ -72,8 +72,9 @@ def is_own_loss(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 def is_unknown(node: fx.Node) -> bool:
     """Return whether an op has no rule: it may do anything."""
-    makes_tensor = node.op == "call_function" and not _is_plain(node) and any(True for _ in tensors_of(node))
-    return makes_tensor and not _puts_elsewhere(node) and not _has_own_backward(node) and rule_of(node) is None
+    if node.op != "call_function" or _is_plain(node) or isinstance(node.target, OwnBackward):
+        return False
+    return any(True for _ in tensors_of(node)) and not _puts_elsewhere(node) and rule_of(node) is None
 
 
 def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
@@ -81,7 +82,7 @@ def may_mix(node: fx.Node, on_batch: Collection[fx.Node]) -> bool:
     if node.op != "call_function" or _is_plain(node):
         return False
     held = [frozenset({0} if n in on_batch else ()) for n in operands_of(node)]
-    if _has_own_backward(node):
+    if isinstance(node.target, OwnBackward):
         return not _works_by_sequence(node, held)
     return _mixes(node, held, of_products_alone=True)
 
@@ -96,7 +97,7 @@ def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> b
     if any(dims is None for dims in held):
         return False
     known = [dims or frozenset[int]() for dims in held]
-    if not _has_own_backward(node):
+    if not isinstance(node.target, OwnBackward):
         if larger is None or larger.target != node.target:
             return _mixes(node, known)
         return _mixes(larger, known) or (not addresses(node) and _mixes(node, known))
@@ -106,10 +107,6 @@ def mixes(node: fx.Node, dims_of: BatchDims, larger: fx.Node | None = None) -> b
 def _is_plain(node: fx.Node) -> bool:
     """Return whether an op works by elements, or is a view: known without its rule, and most calls are."""
     return is_pointwise(node.target) or node.target in LAID_OUT
-
-
-def _has_own_backward(node: fx.Node) -> bool:
-    return isinstance(node.target, OwnBackward)
 
 
 def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
@@ -218,7 +215,7 @@ def _of_parts(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None
 def _dims_of(node: fx.Node, flow: Mapping[fx.Node, Dims | None]) -> Dims | None:
     """Return a sum along the batch leaves it anywhere, and so do lost positions; an operand that gives its shape alone
     passes on the dims of the result only."""
-    if _has_own_backward(node):
+    if isinstance(node.target, OwnBackward):
         return _of_parts(node, flow)
     rule, operands = rule_of(node), operands_of(node)
     if rule is None or any(flow.get(n) is None for n in node.all_input_nodes):

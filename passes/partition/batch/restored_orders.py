@@ -195,7 +195,8 @@ class _Order:
             return self._added(node, *args[:4])
         if is_grouped(node.target):
             return self._multiplied(*args)
-        return "rows" if self._is_of_rows(node) else ""
+        # of rows alone, beside weights and numbers
+        return "rows" if all(self.roles.get(n) in ROWS or n not in self.on_batch for n in node.all_input_nodes) else ""
 
     def _token(self, node: fx.Node, order: Any, k: Any) -> str:
         if not isinstance(k, int) or k < 1 or self.num_rows % k or self.times[order] > 1:
@@ -251,7 +252,3 @@ class _Order:
     def _multiplied(self, rows: Any, weight: Any, ends: Any = None, *more: Any) -> str:
         known = self.roles.get(rows), self.roles.get(ends)
         return "rows" if known == ("rows", "ends") and weight not in self.on_batch and not more else ""
-
-    def _is_of_rows(self, node: fx.Node) -> bool:
-        """Return whether it reads rows alone, beside weights and numbers."""
-        return all(self.roles.get(n) in ROWS or n not in self.on_batch for n in node.all_input_nodes)

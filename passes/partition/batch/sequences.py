@@ -60,9 +60,11 @@ class Sequences:
 
     def may_be_mixed(self, inner: Collection[fx.Node]) -> bool:
         """Return whether one of ``inner`` may mix the sequences; more of them would show it."""
-        return self._may_mix_one(inner) if self.size == 1 else self._may_mix_several(inner)
-
-    def _may_mix_one(self, inner: Collection[fx.Node]) -> bool:
+        if self.size != 1:
+            flow = mixing.dims_of(self.runs)
+            unknown = [n for n in inner if any(flow.get(x) is None for x in operands_of(n))]
+            mixed = (mixing.mixes(n, flow.get) for n in inner)
+            return any(mixing.may_mix(n, self.on_batch) for n in unknown) or any(mixed)
         one = OneSequence(self.program, self.on_batch, self.orders)
         unknown = [
             n for n in inner if isinstance(n.target, OwnBackward) or not any(map(one.places.get, n.all_input_nodes))
@@ -72,11 +74,6 @@ class Sequences:
             or any(mixing.may_repeat_batch(node) for node in inner)
             or any(map(one.may_mix, inner))
         )
-
-    def _may_mix_several(self, inner: Collection[fx.Node]) -> bool:
-        flow = mixing.dims_of(self.runs)
-        unknown = [n for n in inner if any(flow.get(x) is None for x in operands_of(n))]
-        return any(mixing.may_mix(n, self.on_batch) for n in unknown) or any(mixing.mixes(n, flow.get) for n in inner)
 
 
 class OneSequence:
@@ -109,7 +106,8 @@ class OneSequence:
         if any(self._counts_sequences(n) for n in read):
             return True
         if packet_of(node.target) is aten.expand:
-            return any(shape_of(node)[place[0]] > 1 for place in self.places.get(node, ()) if self._is_alone(read[0]))
+            is_alone = any(shape_of(read[0])[dim] == 1 for dim, _ in self.places.get(read[0], ()))
+            return is_alone and any(shape_of(node)[dim] > 1 for dim, _ in self.places.get(node, ()))
         if addresses(node):
             return crosses(node, held)
         if node.target in RESHAPES:
@@ -125,15 +123,14 @@ class OneSequence:
         """Return whether it is made of numbers that may count the one sequence."""
         if node in self.on_batch or node in self._fixed:
             return False
-        return any(_is_numbered(n) and shape_of(n) in ((1,), (1, 1)) for n in walk([node], operands))
+        made = [n for n in walk([node], operands) if n.op == "call_function" and not n.all_input_nodes]
+        # with other elements at each place, as arange, linspace and eye have
+        return any(n.target not in FILLED and shape_of(n) in ((1,), (1, 1)) for n in made)
 
     def _is_unfactored(self, read: Sequence[fx.Node], rule: OpRule) -> bool:
         """Return whether a rule says nothing on a dim of size 1 with the batch, as that of a convolution along it."""
         held = [(i, dim) for i, n in enumerate(read) for dim, _ in self.places.get(n, ()) if shape_of(n)[dim] == 1]
         return any(i not in rule.unread and not rule.along(i, dim) for i, dim in held)
-
-    def _is_alone(self, node: fx.Node) -> bool:
-        return any(shape_of(node)[dim] == 1 for dim, _ in self.places.get(node, ()))
 
     def _along(self, node: fx.Node, rule: OpRule) -> Iterator[tuple[int, tuple[int, int], Factor]]:
         """Yield (operand, place, factor) of all that may be; a dim of a weight holds no batch."""
@@ -161,11 +158,6 @@ class OneSequence:
             if place is not None:
                 found.add((place.dim, place.inner * behind))
         return frozenset(found)
-
-
-def _is_numbered(node: fx.Node) -> bool:
-    """Return whether an op makes other elements at each place out of numbers alone, as arange, linspace and eye do."""
-    return node.op == "call_function" and not node.all_input_nodes and node.target not in FILLED
 
 
 def _seen_as(before: tuple[int, ...], place: tuple[int, int], after: tuple[int, ...]) -> Places:

@@ -167,7 +167,6 @@ def places_rows(count: fx.Node) -> bool:
     return any(user.op == "call_function" and is_read(user, n) for n in made for user in n.users)
 
 
-NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 NO_LABEL = -100  # PyTorch's default
 
 
@@ -229,8 +228,10 @@ def counts_labels(node: fx.Node, program: Program) -> bool:
 
 def over_all_labels(node: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
     """Return the share of a mean cross-entropy that counts its labels. ``counts``: of the global batch."""
-    total, count = _sum_and_count(node, emit)
-    return emit(node, aten.div.Tensor, [total, _denominator(count, node, counts, emit)])
+    (total, count), dtype = _sum_and_count(node, emit), node.meta["val"].dtype
+    whole = emit(node, aten.to.dtype, [counts.holder(count), dtype])
+    whole.meta["val"], whole.meta["grad"] = torch.empty((), dtype=dtype, device="meta"), False
+    return emit(node, aten.div.Tensor, [total, whole])
 
 
 def _sum_and_count(node: fx.Node, emit: Emit) -> tuple[fx.Node, fx.Node]:
@@ -238,18 +239,10 @@ def _sum_and_count(node: fx.Node, emit: Emit) -> tuple[fx.Node, fx.Node]:
     given = arguments(node)
     target, weight = given["target"], given.get("weight")
     count = _valid_labels(target, weight, int(given.get("ignore_index", NO_LABEL)), emit)
-    order = [given["self"], target, weight, SUM, *[given[name] for name in NAMES[4:] if name in given]]
+    order = [given["self"], target, weight, SUM, *(given[n] for n in ("ignore_index", "label_smoothing") if n in given)]
     if "label_smoothing" in given and "ignore_index" not in given:
         order.insert(4, NO_LABEL)
     return emit(node, node.target, order), count
-
-
-def _denominator(count: fx.Node, like: fx.Node, counts: Counts, emit: Emit) -> fx.Node:
-    """Return Σ ``count`` over the global batch, in the dtype of ``like``."""
-    dtype = like.meta["val"].dtype
-    new = emit(like, aten.to.dtype, [counts.holder(count), dtype])
-    new.meta["val"], new.meta["grad"] = torch.empty((), dtype=dtype, device="meta"), False
-    return new
 
 
 def _valid_labels(target: fx.Node, weight: fx.Node | None, ignore_index: int, emit: Emit) -> fx.Node:

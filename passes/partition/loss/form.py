@@ -6,6 +6,7 @@ none runs over the batch except one sum, mean or cross-entropy over all tokens: 
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,7 +33,7 @@ from passes.program.ops.aten import aten, packet_of, tensors_of
 from passes.program.ops.groups import CROSS_ENTROPIES, PLACING, Ops
 from passes.program.program import Program
 from passes.program.walks import operands, walk
-from passes.rules.rule import RESULT, OpRule, Role, operands_of
+from passes.rules.rule import RESULT, Role, operands_of
 from passes.rules.table import rule_of
 
 LABELLING = Ops("pow ne eq constant_pad_nd pad masked_fill")  # their numbers are class ids, fillings and exponents
@@ -91,17 +92,14 @@ def _is_total(node: fx.Node) -> bool:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Decide by the op; may_mix checks whether an op along a dim runs along the batch."""
-    if node.target in PLACING or packet_of(node.target) is aten.index:
-        return False
+    """Decide by the op: whether it reduces the last of several dims at most. may_mix checks whether an op along a dim
+    runs along the batch."""
     rule = rule_of(node)
-    return rule is not None and not _reduces_rows(rule, next(tensors_of(operands_of(node)[0])).dim())
-
-
-def _reduces_rows(rule: OpRule, ndim: int) -> bool:
-    """Return whether an op reduces anything but the last of several dims."""
+    if rule is None or node.target in PLACING or packet_of(node.target) is aten.index:
+        return False
+    ndim = next(tensors_of(operands_of(node)[0])).dim()
     gone = [f.at(0) for f in rule.factors if f.role is not Role.EACH and f.at(RESULT) is None]
-    return any(place is not None and (ndim == 1 or place.dim != ndim - 1) for place in gone)
+    return all(place is None or (ndim > 1 and place.dim == ndim - 1) for place in gone)
 
 
 def is_certain(
@@ -119,18 +117,13 @@ def is_certain(
 def _is_doubtful(
     node: fx.Node, kinds: dict[fx.Node, Kind], on_batch: Collection[fx.Node], constants: Collection[fx.Node], size: int
 ) -> bool:
-    if node not in on_batch:
-        return True
-    if any(n in constants for n in node.all_input_nodes) or kinds[node] is unknown:
+    if node not in on_batch or kinds[node] is unknown or any(n in constants for n in node.all_input_nodes):
         return True
     if kinds[node].name == ROWS and mixing.may_mix(node, on_batch):
         return True
     if any("selected" in n.meta for n in (node, *node.all_input_nodes)):
         return True  # the first sequences, or each in turn
-    numbers = [node.args[p] if isinstance(p, int) else node.kwargs[p] for p in numeric_places(node)]
-    return node.target not in LABELLING and any(_may_count(n, size) for n in numbers)
-
-
-def _may_count(number: object, size: int) -> bool:
-    assert isinstance(number, (int, float))
-    return math.isfinite(number) and (size == 1 or abs(number) not in (0, 1))
+    numbers: list[Any] = [node.args[p] if isinstance(p, int) else node.kwargs[p] for p in numeric_places(node)]
+    return node.target not in LABELLING and any(
+        math.isfinite(n) and (size == 1 or abs(n) not in (0, 1)) for n in numbers
+    )

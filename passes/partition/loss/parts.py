@@ -56,10 +56,9 @@ class Parts:
 
     def how(self, source: fx.Node, dim: int) -> str | None:
         """Return UNITS, CHUNKS or UNEVEN; None if the parts are not all of ``source``."""
-        key = source, dim
-        if key not in self._how:
-            self._how[key] = self._compared(source, dim)
-        return self._how[key]
+        if (source, dim) not in self._how:
+            self._how[source, dim] = self._compared(source, dim)
+        return self._how[source, dim]
 
     def of(self, source: fx.Node, dim: int, start: int, stop: int) -> BatchPart:
         size = source.meta["val"].shape[dim]
@@ -163,7 +162,9 @@ class Likeness:
             key = "part", self._of[part_of[node]]
         else:
             args = node.args[:1] if node.target in WITH_SIZES else node.args
-            key = str(node.target), token(args), token(sorted(node.kwargs.items())), _ndim(node)
+            val = node.meta.get("val")
+            ndim = val.dim() if isinstance(val, torch.Tensor) else -1
+            key = str(node.target), token(args), token(sorted(node.kwargs.items())), ndim
         self._of[node] = self._numbers.setdefault(key, len(self._numbers) + 1)
         return self._of[node]
 
@@ -174,11 +175,6 @@ class Likeness:
             return None
         known = self._constants.value(node) if value.numel() <= MOST_VALUES else None
         return None if known is None else (known.dtype, tuple(known.shape), tuple(known.flatten().tolist()))
-
-
-def _ndim(node: fx.Node) -> int:
-    val = node.meta.get("val")
-    return val.dim() if isinstance(val, torch.Tensor) else -1
 
 
 class Joins:

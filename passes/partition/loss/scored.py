@@ -77,20 +77,16 @@ def find_scored(program: Program) -> Scored:
         raise PlanError(
             "the loss is not a cross-entropy over a vocabulary: it assigns no probability to a target",
             where=where_of(program.node(program.loss)),
-            fix=(
-                "use a model with the loss cross_entropy(logits, targets), nll_loss of a log_softmax, or logsumexp "
-                "minus the target's logit"
-            ),
+            fix="use a model with the loss cross_entropy(logits, targets), nll_loss of a log_softmax, or logsumexp "
+            "minus the target's logit",
         )
     most = max(num_classes for _, num_classes in found)
     widest = [(key, picks) for (key, num_classes), picks in found.items() if num_classes == most]
     if len(widest) > 1:
         told = ", ".join(repr(key) for key, _ in widest)
-        raise PlanError(
-            f"the loss has cross-entropies over {most} classes for several inputs: {told}",
-            where=where_of(program.node(widest[1][1][0].node)),
-            fix="use a model that predicts one of them",
-        )
+        what = f"the loss has cross-entropies over {most} classes for several inputs: {told}"
+        where = where_of(program.node(widest[1][1][0].node))
+        raise PlanError(what, where=where, fix="use a model that predicts one of them")
     ((key, picks),) = widest
     return Scored(key, most, tuple(picks))
 
@@ -174,11 +170,8 @@ def _key_of(program: Program, target: fx.Node) -> str | None:
         return None
     if len(writer.sources) > 1:
         names = " and ".join(repr(program.inputs[n.name]) for n in writer.sources)
-        raise PlanError(
-            f"the targets of the loss are taken from several inputs: {names}",
-            where=where_of(target),
-            fix="use a model with targets from the labels of one input",
-        )
+        what = f"the targets of the loss are taken from several inputs: {names}"
+        raise PlanError(what, where=where_of(target), fix="use a model with targets from the labels of one input")
     (found,) = writer.sources
     return program.inputs[found.name]
 
@@ -217,14 +210,11 @@ class PlaceWriter:
         Raises PlanError at the line of a call that makes other integers of the batch's.
         """
         if node not in self._written:
-            self._written[node] = self._of_call(node) if node.op == "call_function" else self._of_argument(node)
-        return self._written[node]
-
-    def _of_argument(self, node: fx.Node) -> Any:
-        found = self.source(node)
-        if found is not None:
-            self.sources[node] = None
-        return found
+            if node.op == "call_function":
+                self._written[node] = self._of_call(node)
+            elif (found := self.source(node)) is not None:
+                self._written[node], self.sources[node] = found, None
+        return self._written.get(node)
 
     def _of_call(self, node: fx.Node) -> Any:
         given = {n: self.places(n) for n in node.all_input_nodes if is_integer(n)}
@@ -237,14 +227,18 @@ class PlaceWriter:
                 return held[value]
         if node.target in self.moves or node.target in (aten.where.self, getitem):
             return self._moved(node, held)
-        raise PlanError(
-            "the label of each target cannot be traced through this call",
-            where=where_of(node),
-            fix="pass the batch's labels to the loss: only shifted, sliced, padded or concatenated",
-        )
+        fix = "pass the batch's labels to the loss: only shifted, sliced, padded or concatenated"
+        raise PlanError("the label of each target cannot be traced through this call", where=where_of(node), fix=fix)
 
     def _moved(self, node: fx.Node, held: dict[fx.Node, Any]) -> Any:
-        args, kwargs = self._filled_with_nowhere(node)
+        args, kwargs = node.args, dict(node.kwargs)
+        if node.target in PADS:  # filled with elements without a place
+            place = position_of(node.target, "value")
+            kwargs.pop("value", None)
+            if len(args) >= place:
+                args = (*args[:place], NOWHERE)
+            else:
+                kwargs["value"] = NOWHERE
         new_args, new_kwargs = fx.map_arg((args, kwargs), lambda n: held.get(n) or self._beside(node, n))  # pyright: ignore
         return self.emit(node, node.target, new_args, new_kwargs)
 
@@ -256,13 +250,6 @@ class PlaceWriter:
         if not is_joined or not is_integer(operand):
             return operand
         return self.emit(operand, aten.full_like.default, (operand, NOWHERE), {})
-
-    def _filled_with_nowhere(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if node.target not in PADS:
-            return node.args, dict(node.kwargs)
-        place, kwargs = position_of(node.target, "value"), {k: v for k, v in node.kwargs.items() if k != "value"}
-        args = (*node.args[:place], NOWHERE) if len(node.args) >= place else node.args
-        return args, kwargs if len(node.args) >= place else {**kwargs, "value": NOWHERE}
 
 
 def is_integer(node: fx.Node) -> bool:

@@ -82,9 +82,7 @@ def share_loss(
     rewriter = _Rewriter(program, num_microbatches, terms, in_turn)
     if num_microbatches > 1:
         rewriter.find_kinds(recapture)
-        rewriter.warn_of_statistics()
-        rewriter.warn_of_unknown_ops()
-        rewriter.warn_of_weights_alone()
+        rewriter.warn_of_ops()
     share = rewriter.whole_loss()
     program.graph.graph.output_node().args = ((share,),)
     wide = widen(program.graph.graph, [share, *rewriter.counts.counted])
@@ -181,31 +179,21 @@ class _Rewriter:
 
     def _tail(self) -> set[fx.Node]:
         """Return the loss, and upwards all that is no value of single rows."""
+        loss = self.program.node(self.program.loss)
+        return set(walk([loss], operands, into=lambda n: n in self.on_batch and self.kinds[n].name != ROWS))
 
-        def is_of_tail(node: fx.Node) -> bool:
-            return node in self.on_batch and self.kinds[node].name != ROWS
-
-        return set(walk([self.program.node(self.program.loss)], operands, into=is_of_tail))
-
-    def warn_of_statistics(self) -> None:
-        """Warn of batch normalisation in training, which takes the statistics of its input: here of one microbatch."""
+    def warn_of_ops(self) -> None:
+        """Warn of batch normalisation in training, which takes the statistics of its input: here of one microbatch; of
+        a backward on weights alone that is not linear: it gives for each microbatch another part of the gradient; and
+        of ops without a rule: they may mix the sequences of a batch."""
         for node in self.graph.nodes:
             is_norm = "batch_norm" in getattr(node.target, "_opname", "") and node in self.on_batch
             if is_norm and arguments(node).get("training", True):
                 self._tell(self.terms.inexact, node)
-
-    def warn_of_unknown_ops(self) -> None:
-        """Warn of ops without a rule: they may mix the sequences of a batch."""
-        for node in self.sequences.computed_along(self._tail()):
-            if mixing.is_unknown(node):
-                self._tell(self.terms.unknown, node)
-
-    def warn_of_weights_alone(self) -> None:
-        """Warn of a backward on weights alone that is not linear: it gives for each microbatch another part of the
-        gradient."""
-        for node in self.graph.nodes:
             if node not in self.on_batch and mixing.has_gradient(node) and not adds_up(node):
                 self._tell(self.terms.mixed, node)
+        for node in filter(mixing.is_unknown, self.sequences.computed_along(self._tail())):
+            self._tell(self.terms.unknown, node)
 
     def _tell(self, where_to: list[tuple[str, Any]], node: fx.Node) -> None:
         row = str(node.target), where_of(node)
@@ -282,11 +270,7 @@ class _Rewriter:
 
     def _is_normalised(self, total: fx.Node) -> bool:
         """Return whether what is added up has weights that sum to one over each microbatch: the sum is then a mean."""
-
-        def is_inexact(node: fx.Node) -> bool:
-            return node in self.on_batch and self.kinds[node].name == UNKNOWN
-
-        for node in walk([total], operands, into=is_inexact):
+        for node in walk([total], operands, into=lambda n: n in self.on_batch and self.kinds[n].name == UNKNOWN):
             below = node.args[1] if node.target in DIVISIONS else None
             if node.target in SOFTMAXES or (isinstance(below, fx.Node) and self._is_sum(below)):
                 return True
