@@ -192,7 +192,8 @@ class _Ends:
         if node.target in CASTS:
             return args[0]
         made = self._chosen(node, args) if node.target in CHOICES else self._linear(node, args, kwargs)
-        if made is not None and (_is_sum(node) or not self.counted.isdisjoint(given)):
+        is_sum = packet_of(node.target) in (aten.cumsum, aten.sum)
+        if made is not None and (is_sum or not self.counted.isdisjoint(given)):
             self.counted.add(made)
         return made
 
@@ -232,10 +233,6 @@ class _Ends:
 
 def _is_of_two(node: fx.Node) -> bool:
     return packet_of(node.target) in (aten.add, aten.sub)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return packet_of(node.target) in (aten.cumsum, aten.sum)
 
 
 def _carried_dim(rule: OpRule, operand: int, dim: int, size: int, shape: tuple[int, ...]) -> int | None:

@@ -79,7 +79,9 @@ class _Crossing:
         needed = ancestors([program.node(program.loss)])
         for node in program.graph.graph.nodes:
             if node.name in program.inputs and node.name not in self.runs.batch:
-                self._begin(node)
+                cut = next(iter(of_input(node)), None)
+                if cut is not None and cut.sizes == (self.tokens,):
+                    self.states[node] = Rows((1, 1, self.tokens), self.homes[self.tokens])
             elif node.op == "call_function" and node in needed and (origin := self._asked(node)) is not None:
                 return origin
             for n in node.all_input_nodes:
@@ -97,11 +99,6 @@ class _Crossing:
             rows = {n: s.rows for n, s in given.items() if isinstance(s, HeldValues) and s.rows is not None}
             self.states.update(rows)
             return self._asked(node) if rows else self._origin(node)
-
-    def _begin(self, node: fx.Node) -> None:
-        cut = next(iter(of_input(node)), None)
-        if cut is not None and cut.sizes == (self.tokens,):
-            self.states[node] = Rows((1, 1, self.tokens), self.homes[self.tokens])
 
     def _settle(self, node: fx.Node) -> fx.Node | None:
         """Note the state of a result; returns the op that mixed documents if it is now certain."""

@@ -112,23 +112,18 @@ def _tell_operands_apart(graph: fx.Graph) -> None:
 def count_rows(graph: fx.Graph, types: Types) -> None:
     """Rewrite ``graph``, and type what is new."""
     for node in list(graph.nodes):
-        if node.target in CROSS_ENTROPIES and named(node)["reduction"] == MEAN:
-            option = types.options.get(node)
-            if option is not None and option.form is Form.SUM:
-                _count(graph, node, types)
-
-
-def _count(graph: fx.Graph, node: fx.Node, types: Types) -> None:
-    given: dict[str, Any] = named(node)
-    build = Builder(graph, node, node)
-    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
-    total = build.call(node.target, *({**given, "reduction": SUM}[name] for name in names))
-    counted = rows_that_count(build.call, given["target"], given["weight"], given["ignore_index"])
-    count = build.call(aten.sum.default, counted, grad=False)
-    mean = build.call(aten.div.Tensor, total, count)
-    types.options |= {total: types.options[node], mean: Option((P, I), P, Form.PARTIAL)}
-    types.natives |= {total: P, mean: P}
-    node.replace_all_uses_with(mean)
+        option = types.options.get(node) if node.target in CROSS_ENTROPIES else None
+        given: dict[str, Any] = named(node) if option is not None and option.form is Form.SUM else {}
+        if option is None or given.get("reduction") != MEAN:
+            continue
+        build = Builder(graph, node, node)
+        names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
+        total = build.call(node.target, *({**given, "reduction": SUM}[name] for name in names))
+        counted = rows_that_count(build.call, given["target"], given["weight"], given["ignore_index"])
+        mean = build.call(aten.div.Tensor, total, build.call(aten.sum.default, counted, grad=False))
+        types.options |= {total: option, mean: Option((P, I), P, Form.PARTIAL)}
+        types.natives |= {total: P, mean: P}
+        node.replace_all_uses_with(mean)
 
 
 # ---- repeat_rows(program): rows that are picked by a constant 0, 0, 1, 1, … are each repeated
@@ -164,10 +159,8 @@ def _repetitions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, int]]:
 def lengthen(graph: fx.Graph, cp: int) -> None:
     """Rewrite each slice of activations that leaves out a few tokens of a sequence that cp could cut."""
     for node in list(graph.nodes):
-        if _drops_few(node, cp):
-            steps = _steps(graph, node)
-            if steps is not None:
-                _Longer(graph, node, steps).write()
+        if _drops_few(node, cp) and (steps := _steps(graph, node)) is not None:
+            _Longer(graph, node, steps).write()
 
 
 def _drops_few(node: fx.Node, cp: int) -> bool:

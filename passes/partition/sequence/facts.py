@@ -91,11 +91,9 @@ def not_divisible(node: fx.Node, size: int, cp: int) -> PlanError:
     chunks = 2 * cp
     below = size // chunks * chunks
     nearest = " or ".join(str(n) for n in (below, below + chunks) if n)
-    error = Undivided(
-        f"cp = {cp}: a sequence of {size} tokens is not divisible by 2·cp = {chunks}",
-        where=where_of(node),
-        fix=f"use sequences of {nearest} tokens, or choose cp from {_set(valid_cp([size], cp))}",
-    )
+    fix = f"use sequences of {nearest} tokens, or choose cp from {_set(valid_cp([size], cp))}"
+    what = f"cp = {cp}: a sequence of {size} tokens is not divisible by 2·cp = {chunks}"
+    error = Undivided(what, where=where_of(node), fix=fix)
     error.cp = cp
     return error
 
@@ -111,17 +109,13 @@ def _set(sizes: Iterable[int]) -> str:
 
 
 def reads_whole(node: fx.Node, value: fx.Node) -> PlanError:
-    return PlanError(
-        f"cp: {op(node)} reads the whole sequence, {list(shape_of(value))}, and its result is no smaller",
-        where=where_of(node),
-        fix=f"{WITHOUT}, or write it without dependence between tokens",
-    )
+    what = f"cp: {op(node)} reads the whole sequence, {list(shape_of(value))}, and its result is no smaller"
+    return PlanError(what, where=where_of(node), fix=f"{WITHOUT}, or write it without dependence between tokens")
 
 
 def no_typing(node: fx.Node) -> PlanError:
-    return PlanError(
-        f"cp: {op(node)} cannot run on a shard of the sequence or on partial sums", where=where_of(node), fix=WITHOUT
-    )
+    what = f"cp: {op(node)} cannot run on a shard of the sequence or on partial sums"
+    return PlanError(what, where=where_of(node), fix=WITHOUT)
 
 
 def no_sequence(cp: int) -> PlanError:

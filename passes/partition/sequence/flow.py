@@ -113,11 +113,14 @@ class InnerSequences:
         runs = self._runs.get(operand)
         if rule is None or not runs or len(runs) > 1:
             return
-        (batch,) = runs
+        ((held, distance, count),) = runs
         for dim, size in enumerate(shape_of(operand)):
             factor = rule.sole(position, dim)
             if factor is not None and factor.role is Role.EACH and factor.at(RESULT) is not None and size > 1:
-                yield from _beside(batch, dim, size)
+                if dim != held:
+                    yield V(dim, size)
+                elif distance > 1 and distance * count == size:
+                    yield V(dim, *[distance] * count)
 
     @cached_property
     def _on_batch(self) -> set[fx.Node]:
@@ -126,11 +129,3 @@ class InnerSequences:
     @cached_property
     def _runs(self) -> dict[fx.Node, frozenset[Run] | None]:
         return batch_runs(self.program, self._on_batch)
-
-
-def _beside(batch: Run, dim: int, size: int) -> Iterator[Placement]:
-    held, distance, count = batch
-    if dim != held:
-        yield V(dim, size)
-    elif distance > 1 and distance * count == size:
-        yield V(dim, *[distance] * count)

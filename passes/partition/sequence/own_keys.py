@@ -55,10 +55,6 @@ class _Gathered:
     way: tuple[fx.Node, ...]
     heads: int
 
-    @property
-    def gather(self) -> fx.Node:
-        return self.way[0]
-
 
 def _gathered(value: Any) -> _Gathered | None:
     """Return how an operand [b, h, s, d] comes of a gather along its tokens."""
@@ -94,7 +90,7 @@ def _options(node: fx.Node) -> dict[str, Any]:
 
 
 def _exchange(node: fx.Node, operands: list[_Gathered], mask: Any, options: dict[str, Any]) -> None:
-    own, cp = map(_of_rank, operands), operands[0].gather.args[2]
+    own, cp = map(_of_rank, operands), operands[0].way[0].args[2]
     is_shared = operands[0].heads != shape_of(node)[1]
     node.kwargs = options | ({"enable_gqa": True} if is_shared else {})
     node.args, node.target = (node.args[0], *own, mask, cp), gathered_attention
@@ -105,8 +101,9 @@ def _exchange(node: fx.Node, operands: list[_Gathered], mask: Any, options: dict
 
 def _of_rank(found: _Gathered) -> fx.Node:
     """Return the key heads of this rank's tokens, as they were before their groups of heads had a dim."""
-    value: Any = found.gather.args[0]
+    gather = found.way[0]
+    value: Any = gather.args[0]
     if len(found.way) == 1:
         return value
     batch, heads, _, *rest = shape_of(value)
-    return Builder(found.gather.graph, found.gather, value).call(aten.reshape.default, value, [batch, heads, *rest])
+    return Builder(gather.graph, gather, value).call(aten.reshape.default, value, [batch, heads, *rest])

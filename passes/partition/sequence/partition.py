@@ -65,7 +65,9 @@ def _typed(source: fx.Graph, types: Types, versions: Mapping[fx.Node, Made], los
             if node.op == "placeholder" and version == R:
                 read[node, R] = typed.graph.node_copy(node)
             elif isinstance(option, Option):
-                read[node, version] = _copy(typed, node, option, read)
+                wanted = {n: as_version(t) for n, t in zip(node.all_input_nodes, option.args, strict=True)}
+                read[node, version] = typed.graph.node_copy(node, lambda n, wanted=wanted: read[n, wanted[n]])
+                typed.options[read[node, version]] = option
             else:
                 continue
             typed.placements[read[node, version]] = version
@@ -75,13 +77,6 @@ def _typed(source: fx.Graph, types: Types, versions: Mapping[fx.Node, Made], los
     result = typed.graph.output((read[loss, P],))
     typed.options[result] = Option((P,), P, Form.WHOLE)
     return typed
-
-
-def _copy(typed: _Typed, node: fx.Node, option: Option, read: Mapping[tuple[fx.Node, Placement], fx.Node]) -> fx.Node:
-    wanted = {n: as_version(t) for n, t in zip(node.all_input_nodes, option.args, strict=True)}
-    made = typed.graph.node_copy(node, lambda n: read[n, wanted[n]])
-    typed.options[made] = option
-    return made
 
 
 def _convert(typed: _Typed, cp: int) -> None:

@@ -107,20 +107,16 @@ def _begin(node: fx.Node, types: Types, given: dict[fx.Node, set[Placement]]) ->
                 types.lengths |= sizes
                 _settle(node, types, option)
             else:
-                _leave(node, types, next(size for size in sizes if size % types.chunks))
+                size = next(size for size in sizes if size % types.chunks)
+                if not types.cuts_again:
+                    raise not_divisible(node, size, types.cp)
+                types.undivided.append((node, size))  # every rank computes it in full
             return
     if node.meta.get("grad"):
         error = reads_whole(node, next(iter(given)))
         if node.target in PRODUCTS or not types.cuts_again:
             raise error
         types.not_begun = types.not_begun or error
-
-
-def _leave(node: fx.Node, types: Types, size: int) -> None:
-    """Leave a sequence without equal chunks to every rank, which computes it in full."""
-    if not types.cuts_again:
-        raise not_divisible(node, size, types.cp)
-    types.undivided.append((node, size))
 
 
 def _settle(node: fx.Node, types: Types, option: Option) -> None:
@@ -130,22 +126,16 @@ def _settle(node: fx.Node, types: Types, option: Option) -> None:
     elif not node.meta.get("grad") or option.form is not Form.WHOLE:  # rows that every rank holds, of more
         return
     else:
-        _check_sums(node, types)
+        # partial sums over tokens, read in full, are smaller than they are: a pooled sequence, not a mixed one
+        for value in (n for n in node.all_input_nodes if types.of(n) == P):
+            for op, source in _summed(value, types):
+                if 2 * prod(shape_of(op)) > prod(shape_of(source)):
+                    raise reads_whole(op, source)
         settle_whole(node, types)
         # a product of a weight takes the rows that a sequence was taken from: others are no tokens
         is_of_weight = node.target in PRODUCTS and any(map(is_weight, node.all_input_nodes))
         if types.begun and node in types.recut and is_of_weight:
             raise reads_whole(node, node.all_input_nodes[0])
-
-
-def _check_sums(node: fx.Node, types: Types) -> None:
-    """Check that partial sums over tokens, read in full, are smaller than they are: a pooled sequence, not a mixed
-    one.
-    """
-    for value in (n for n in node.all_input_nodes if types.of(n) == P):
-        for op, source in _summed(value, types):
-            if 2 * prod(shape_of(op)) > prod(shape_of(source)):
-                raise reads_whole(op, source)
 
 
 def _summed(value: fx.Node, types: Types) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -14,16 +14,14 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.partition.typings.base import Covers, Form, Option, Site
 from passes.partition.typings.by_factors import by_factors, each, linear
-from passes.program.ops.aten import dim_of_cat
+from passes.program.ops.aten import aten, dim_of_cat
 from passes.rules.rule import RESULT, OpRule
 from passes.types.types import Placement, R, Segment, V
 
-aten = torch.ops.aten
 Ends = tuple[int, int]  # an operand, or RESULT, and the one that the cut is carried to
 
 

@@ -111,7 +111,10 @@ def attention(site: Site) -> Iterator[Option]:
     if len(site.shape(q)) != 4:
         return
     heads, groups = site.shape(q)[1], site.shape(k)[1]
-    for cut in _head_cuts(site, q, heads):
+    # the plain cut of the heads, and those in several runs that are under discussion (heads paired across halves)
+    asked = {c for n in (None, q) for c in site.candidates(n) if c.dim == 1 and c.is_disjoint}
+    plain = {V(1, heads)} if site.divides(heads) else set()
+    for cut in sorted(plain | {c for c in asked if all(site.divides(n) for n in c.sizes)}):
         ratio = heads // groups
         is_even = not any(size % (ratio * site.tp) for size in cut.sizes)
         # of the key heads that these query heads read
@@ -121,13 +124,6 @@ def attention(site: Site) -> Iterator[Option]:
             yield site.option(cut, given | {k: shared, v: shared}, Form.PARTS, attends=True)
         elif groups < heads and len(cut.segments) == 1 and len({q, k, v}) == 3:
             yield site.option(cut, given | {k: R, v: R}, Form.SHARED_KEYS, attends=True)
-
-
-def _head_cuts(site: Site, q: fx.Node, heads: int) -> list[Placement]:
-    """The plain cut of the heads, and those in several runs that are under discussion (heads paired across halves)."""
-    asked = {c for n in (None, q) for c in site.candidates(n) if c.dim == 1 and c.is_disjoint}
-    plain = {V(1, heads)} if site.divides(heads) else set()
-    return sorted(plain | {c for c in asked if all(site.divides(n) for n in c.sizes)})
 
 
 # ---- the covered ops, and the forms that rules may give beside whole and partial

@@ -5,7 +5,7 @@ from typing import Any
 from torch import fx
 
 from passes.partition.typings import experts, layout, products, reduction
-from passes.partition.typings.base import Covers, Form, Option, Rule, Site
+from passes.partition.typings.base import Form, Option, Rule, Site
 from passes.partition.typings.by_factors import by_factors, own_backward
 from passes.program.ops.aten import aten, draws, packet_of, packets
 from passes.program.ops.groups import is_grouped
@@ -18,17 +18,11 @@ __all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
 FAMILIES = (experts, layout, products, reduction)
 
 
-def _table(covered: tuple[Covers, ...]) -> dict[Any, Rule]:
-    """Map each op to its rule; no op has two."""
-    table: dict[Any, Rule] = {}
-    for covers in covered:
-        for op in covers.ops():
-            assert table.setdefault(op, covers.rule) is covers.rule, f"{op} has two rules"
-    return table
-
-
 COVERED = tuple(covers for family in FAMILIES for covers in family.COVERS)
-RULES = _table(COVERED)
+RULES: dict[Any, Rule] = {}
+for covers in COVERED:
+    for op in covers.ops():
+        assert RULES.setdefault(op, covers.rule) is covers.rule, f"{op} has two rules"
 GIVES: dict[Rule, frozenset[Form]] = {covers.rule: frozenset(covers.gives) for covers in COVERED}
 WITH_SIZES = packets("view _unsafe_view unflatten", ())  # their arguments are sizes; a captured graph has reshape
 ANY_OP = frozenset({Form.WHOLE, Form.PARTIAL})
