@@ -26,9 +26,9 @@ from passes.program.program import Program
 from passes.program.walks import between, in_order, readers, walk
 from passes.program.weights import is_weight
 from passes.rules.follow import stays_zero
+from passes.rules.moves import reshape
 from passes.rules.rule import RESULT, Call, operands_of
 from passes.rules.table import rule_of
-from passes.rules.views import reshape
 
 MOST = 400  # calls of one layer
 

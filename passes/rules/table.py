@@ -11,7 +11,7 @@ from passes.program.ops.aten import aten, is_pointwise, named, packet_of, packet
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.sequence import causal_attention, gather_sequence, local_rows, sum_over_ranks
-from passes.rules import along, indexing, products, views
+from passes.rules import along, moves, products
 from passes.rules.linear import linear_in
 from passes.rules.own import own_rule
 from passes.rules.products import Builder, text
@@ -143,19 +143,19 @@ RULES: dict[Any, Builder] = (
     | packets("unfold", along.unfold)
     | packets("lstm gru rnn_tanh rnn_relu", along.recurrent)
     # views
-    | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape)
-    | packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", views.permute)
-    | packets("repeat", views.repeat)
+    | packets("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", moves.reshape)
+    | packets("permute transpose t movedim moveaxis swapaxes swapdims numpy_T mT adjoint", moves.permute)
+    | packets("repeat", moves.repeat)
     | packets("view_as_complex", text("... p^ -> ..."))
     | packets("view_as_real", text("... -> ... p^"))
     # indexing
     | packets("embedding", products.embedding)
-    | packets("gather", indexing.gather)
-    | packets("index_select", indexing.index_select)
-    | packets("index", indexing.index)
-    | packets("scatter scatter_add scatter_reduce", indexing.scatter)
-    | packets("index_add index_copy", indexing.index_add)
-    | packets("index_put", indexing.index_put)
+    | packets("gather", moves.gather)
+    | packets("index_select", moves.index_select)
+    | packets("index", moves.index)
+    | packets("scatter scatter_add scatter_reduce", moves.scatter)
+    | packets("index_add index_copy", moves.index_add)
+    | packets("index_put", moves.index_put)
     | packets("one_hot", text("... -> ... c^"))
     | {packet_of(CTC_LOSSES): text("t^ b c^, b s^, b, b -> b")}
     # images

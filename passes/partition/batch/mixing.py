@@ -24,8 +24,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.batch.addressed_rows import addresses, crosses
-from passes.partition.batch.orders import Runs
+from passes.partition.batch.orders import Runs, addresses, crosses
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.known_values import SHAPE_READERS
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of, tensors_of

@@ -17,8 +17,7 @@ from math import prod
 from torch import fx
 
 from passes.partition.batch import mixing
-from passes.partition.batch.addressed_rows import addresses, crosses
-from passes.partition.batch.orders import Runs, batch_size
+from passes.partition.batch.orders import Runs, addresses, batch_size, crosses
 from passes.partition.batch.restored_orders import RestoredOrder, restored_orders
 from passes.program.ops.aten import aten, is_pointwise, packet_of, shape_of
 from passes.program.ops.groups import FILLED, JOINS, RESHAPES

@@ -18,8 +18,7 @@ from typing import Any
 from torch import fx
 
 from passes.partition.loss.kinds import MEAN, NONE, SUM
-from passes.partition.typings.base import Form, Option, Site, aligned
-from passes.partition.typings.by_factors import each
+from passes.partition.typings.base import Form, Option, Site, aligned, each
 from passes.partition.typings.table import rule_of
 from passes.program.ops.aten import aten, is_random, named, packet_of, packets
 from passes.program.ops.groups import CROSS_ENTROPIES

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.partition.typings.base import Covers, Form, Option, Site
-from passes.partition.typings.by_factors import by_factors, each, linear
+from passes.partition.typings.base import Covers, Form, Option, Site, by_factors, each, linear
 from passes.program.ops.aten import aten, dim_of_cat
 from passes.rules.rule import RESULT, OpRule
 from passes.types.types import Placement, R, Segment, V

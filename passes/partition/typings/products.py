@@ -20,8 +20,17 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from passes.partition.typings.base import Covers, Form, Option, Site, aligned
-from passes.partition.typings.by_factors import Dims, by_factors, dims_of_factors, given_of
+from passes.partition.typings.base import (
+    Covers,
+    Dims,
+    Form,
+    Option,
+    Site,
+    aligned,
+    by_factors,
+    dims_of_factors,
+    given_of,
+)
 from passes.program.ops.aten import aten, named, packet_of
 from passes.program.ops.sequence import causal_attention, gathered_attention
 from passes.program.weights import is_weight

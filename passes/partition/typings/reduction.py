@@ -19,8 +19,7 @@ classes      logits cut on the class dim, padding masked; ranks exchange per tok
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from passes.partition.typings.base import Covers, Form, Option, Site, whole
-from passes.partition.typings.by_factors import by_factors
+from passes.partition.typings.base import Covers, Form, Option, Site, by_factors, whole
 from passes.program.ops.aten import named, reduced_dims
 from passes.program.ops.ctc import CTC_LOSSES
 from passes.program.ops.sequence import over_data

@@ -5,8 +5,7 @@ from typing import Any
 from torch import fx
 
 from passes.partition.typings import experts, layout, products, reduction
-from passes.partition.typings.base import Form, Option, Rule, Site
-from passes.partition.typings.by_factors import by_factors, own_backward
+from passes.partition.typings.base import Form, Option, Rule, Site, by_factors, own_backward
 from passes.program.ops.aten import aten, draws, packet_of, packets
 from passes.program.ops.groups import is_grouped
 from passes.program.ops.own_backward import OwnBackward

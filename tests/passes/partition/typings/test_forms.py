@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from passes.localize import OVER_TP, STATISTICS
-from passes.partition.typings.base import Form
-from passes.partition.typings.by_factors import by_factors, own_backward
+from passes.partition.typings.base import Form, by_factors, own_backward
 from passes.partition.typings.table import GIVES, RULES, Site, forms_of, options_of
 from passes.partition.writer import REWRITES, SAME_OP
 from passes.program.ops.aten import op_named
