@@ -198,8 +198,7 @@ class _Choice:
 
 
 def _paths(program: Program, structure: Structure, groups: list[Group]) -> list[str]:
-    """Return a name of each block for display: a call's own path, else the common prefix of the names of its
-    parameters."""
+    """Return a name of each block for display: a call's own path, else the common prefix of its parameters' names."""
     read = [
         frozenset(fqn for node in structure.externals(group) if (fqn := program.parameters.get(node.name)))
         for group in groups

@@ -150,6 +150,5 @@ def _cleanest(flow: Flow, start: int, stop: int, period: int) -> BlockRun:
 
 
 def _median(crossing: np.ndarray) -> np.ndarray:
-    """Return the median over cuts of their bytes [cuts, …]; a value that passes only a part of the blocks does not
-    count."""
+    """Return the median over cuts of their bytes [cuts, …]: a value that passes a part of the blocks does not count."""
     return np.sort(crossing, axis=0)[len(crossing) // 2]

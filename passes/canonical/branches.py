@@ -23,9 +23,7 @@ CopyBody = Callable[[fx.GraphModule, dict[fx.Node, Any]], Any]
 
 @dataclass
 class Branches:
-    """The inputs of ``num`` equal branches, by the node of the first: pieces of a tensor, one value each, or one for
-    all.
-    """
+    """Inputs of ``num`` equal branches, by the node of the first: pieces of a tensor, a value each, or one for all."""
 
     num: int
     pieces: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)  # piece 0 → tensor, and its dim of pieces

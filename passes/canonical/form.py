@@ -118,8 +118,7 @@ def _stopped(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def _pick(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace max and min by amax and amin: the choice among equal elements matters to a gradient, and to readers of
-    the index."""
+    """Replace max and min by amax and amin: which of equal elements is chosen matters to readers of the index alone."""
     if any(user.target is not operator.getitem or user.args[1] for user in node.users):
         return
     given, extreme = named(node), aten.amax if node.target is aten.max.dim else aten.amin

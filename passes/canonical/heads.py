@@ -208,8 +208,7 @@ class _Writer:
         return self._emit(node.target, self.new[x], moved if given is dims else moved[0], *rest)
 
     def _attention(self, node: fx.Node) -> fx.Node:
-        """Write attention over [heads, b, s, d] as one over [b, heads, s, d]; a mask that the heads share keeps its
-        shape."""
+        """Write attention over [heads, b, s, d] as one over [b, heads, s, d]; the heads share a mask."""
         q, k, v, *rest = node.args
         if len(shape_of(q)) != 3 or any(isinstance(a, fx.Node) and a in self.new for a in rest):  # pyright: ignore
             raise _Unknown

@@ -117,8 +117,7 @@ def _works_by_sequence(node: fx.Node, held: Sequence[Collection[int]]) -> bool:
 
 
 def _puts_elsewhere(node: fx.Node) -> bool:
-    """Return whether an op puts rows elsewhere, or multiplies each by one of several matrices: no row depends on
-    another."""
+    """Return whether an op puts rows elsewhere, or multiplies each by one of several matrices: each is by itself."""
     return node.target in ELSEWHERE or node.target is getitem or is_grouped(node.target)
 
 
@@ -150,8 +149,7 @@ Dims = frozenset[Run]
 
 
 def batch_flow(program: Program, on_batch: Collection[fx.Node]) -> dict[fx.Node, frozenset[int] | None]:
-    """Map each node to the dims that may hold the batch; None if that is not known. Microbatches hold two sequences or
-    more."""
+    """Map each node to the dims that may hold the batch, of two sequences or more; None if that is not known."""
     return dims_of(batch_runs(program, on_batch))
 
 

@@ -171,9 +171,7 @@ NO_LABEL = -100  # PyTorch's default
 
 
 class Together:
-    """Owns the values summed over the ranks so far. ``share`` writes a value with the global one as its sum over
-    microbatches.
-    """
+    """Owns the values summed over the ranks so far. ``share`` writes a value that adds up to the global one."""
 
     def __init__(self, kinds: Mapping[fx.Node, Kind], emit: Emit, share: Callable[[fx.Node], fx.Node]) -> None:
         self.kinds, self.emit, self.share = kinds, emit, share
@@ -238,23 +236,18 @@ def _sum_and_count(node: fx.Node, emit: Emit) -> tuple[fx.Node, fx.Node]:
     """Return the sum over rows of a mean cross-entropy, and how much these rows count together."""
     given = arguments(node)
     target, weight = given["target"], given.get("weight")
-    count = _valid_labels(target, weight, int(given.get("ignore_index", NO_LABEL)), emit)
+
+    def call(op: Any, *args: Any) -> fx.Node:
+        new = emit(target, op, list(args))
+        values = fx.map_arg(args, lambda n: bare(n.meta["val"]))
+        new.meta["val"], new.meta["grad"] = bare(op(*values)), False
+        return new
+
+    count = call(aten.sum.default, rows_that_count(call, target, weight, int(given.get("ignore_index", NO_LABEL))))
     order = [given["self"], target, weight, SUM, *(given[n] for n in ("ignore_index", "label_smoothing") if n in given)]
     if "label_smoothing" in given and "ignore_index" not in given:
         order.insert(4, NO_LABEL)
     return emit(node, node.target, order), count
-
-
-def _valid_labels(target: fx.Node, weight: fx.Node | None, ignore_index: int, emit: Emit) -> fx.Node:
-    """Return Σ (target ≠ ignore_index), or the sum of the class weights of the valid labels."""
-
-    def call(op: Any, *args: Any) -> fx.Node:
-        new = emit(target, op, list(args))
-        given = fx.map_arg(args, lambda n: bare(n.meta["val"]))
-        new.meta["val"], new.meta["grad"] = bare(op(*given)), False
-        return new
-
-    return call(aten.sum.default, rows_that_count(call, target, weight, ignore_index))
 
 
 def rows_that_count(

@@ -92,8 +92,7 @@ def _is_total(node: fx.Node) -> bool:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Decide by the op: whether it reduces the last of several dims at most. may_mix checks whether an op along a dim
-    runs along the batch."""
+    """Return whether an op reduces the last of several dims at most; may_mix checks whether it runs along the batch."""
     rule = rule_of(node)
     if rule is None or node.target in PLACING or packet_of(node.target) is aten.index:
         return False

@@ -61,8 +61,6 @@ from passes.program.program import Program
 from passes.program.source_lines import where_of
 from passes.program.walks import operands, walk
 
-__all__ = ["LossTerms", "share_loss"]
-
 MAX_ELEMENTS = 1 << 24
 LOOPED = 64  # if a graph may hold a loop over its sequences, the second capture has at most this many
 
@@ -169,8 +167,7 @@ class _Rewriter:
                 self._tell(self.terms.mixed, node)
 
     def _warn_of_places(self, several: Sequences) -> None:
-        """Warn of sequences that are read by their places. ``several``: of a second capture if made, with the same
-        lines."""
+        """Warn of sequences that are read by their places. ``several``: of the second capture, if there is one."""
         if several.size > 1:
             orders = Orders(several.program, several.on_batch, several.runs)
             inner = several.computed_along(loss_region(several.program, several.on_batch))

@@ -104,7 +104,9 @@ class _Crossing:
         """Note the state of a result; returns the op that mixed documents if it is now certain."""
         given = [self.states[n] for n in node.all_input_nodes if n in self.states]
         mixed = next((s.origin for s in given if isinstance(s, HeldValues) and s.is_mixed and not s.is_mean), None)
-        if next(tensors_of(node), None) is None or self._reads_shapes(node):
+        rule, read = rule_of(node), [i for i, n in enumerate(operands_of(node)) if n in self.states]
+        reads_shapes = rule is not None and bool(read) and all(i in rule.unread for i in read)  # as of zeros_like
+        if next(tensors_of(node), None) is None or reads_shapes:
             return None
         if node in self.inside:
             return self._note(node, Pooled(node))
@@ -117,12 +119,6 @@ class _Crossing:
         if all(isinstance(s, Rows) for s in given) and (state := self._by_rule(node)) is not None:
             return self._note(node, state)
         return self._try(node, mixed)
-
-    def _reads_shapes(self, node: fx.Node) -> bool:
-        """Return whether only the shapes of tokens count, as of zeros_like."""
-        rule = rule_of(node)
-        read = [i for i, n in enumerate(operands_of(node)) if n in self.states]
-        return rule is not None and bool(read) and all(i in rule.unread for i in read)
 
     def _of_experts(self, node: fx.Node) -> State | None:
         """Return the rows of a layer's result, if it computes tokens one by one: those of the tokens that it reads."""

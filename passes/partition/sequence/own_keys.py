@@ -41,8 +41,7 @@ def keep_own_keys(program: Program, context: Context, tp: int) -> None:
 
 
 def _is_open(node: fx.Node) -> bool:
-    """Return whether a call is attention over cp: a causal one that is still PyTorch's own is one of all tokens, on
-    every rank."""
+    """Return whether a call is attention over cp: one that is causal and still PyTorch's own is of all tokens."""
     if node.target is aten.scaled_dot_product_attention.default:
         return not named(node)["is_causal"]
     return node.target in ATTENTION and node.target is not gathered_attention

@@ -50,7 +50,12 @@ def partition(graph: fx.Graph, types: Types, loss: fx.Node) -> fx.Graph:
     for node in list(typed.graph.nodes):
         made, option = node, typed.options.get(node)
         if option is not None:
-            made = _in_its_form(Scene(node, option, types.cp, lambda: types.cp))
+            scene = Scene(node, option, types.cp, lambda: types.cp)
+            if node.op == "call_function" and (form := form_over_cp(scene)) is not None:
+                form(scene)
+            elif node.op == "call_function":
+                rewrite(scene, {})
+            made = scene.node
         if (placement := typed.placements.get(node)) is not None and placement.is_sharded:
             _become_local(made, placement, types.cp)
     return typed.graph
@@ -91,16 +96,6 @@ def _convert(typed: _Typed, cp: int) -> None:
         made = convert(value, of_value, lambda v=value, b=before, a=after: converted(v, b, a, cp))
         made.meta["grad"] &= any(reader.op == "output" or reader.meta["grad"] for reader in of_value)
         typed.placements[made] = after
-
-
-def _in_its_form(scene: Scene) -> fx.Node:
-    if scene.node.op != "call_function":
-        return scene.node
-    form = form_over_cp(scene)
-    if form is None:
-        return rewrite(scene, {})
-    form(scene)
-    return scene.node
 
 
 def _become_local(node: fx.Node, cut: Placement, cp: int) -> None:
@@ -214,8 +209,7 @@ def _places(build: Builder, size: int, cp: int | None) -> fx.Node:
 
 
 def _has_trained_bias(node: fx.Node) -> bool:
-    """Return whether attention has equally many key heads, no dropout, and a bias with a gradient: its scores are saved
-    anyway."""
+    """Return whether attention has as many key heads, no dropout, and a trained bias: its scores are saved anyway."""
     if node.target is not aten.scaled_dot_product_attention.default or is_random(node) or len(node.args) < 4:
         return False
     bias, shapes = node.args[3], [shape_of(n) for n in node.args[:3] if isinstance(n, fx.Node)]

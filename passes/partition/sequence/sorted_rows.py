@@ -91,8 +91,7 @@ class SortedRows:
     counts: set[fx.Node] = field(default_factory=set)
 
     def option(self, node: fx.Node) -> Option | None:
-        """Return the typing of a call that makes or reads such rows; None for others. Raises PlanError if it mixes
-        them."""
+        """Return the typing of a call that makes or reads such rows; None for others. PlanError if it mixes them."""
         inputs = node.all_input_nodes
         if node in self.known:
             return self._as_given(node, self.natives[inputs[0]])

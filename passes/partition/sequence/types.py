@@ -216,8 +216,7 @@ def settle_whole(node: fx.Node, types: Types) -> None:
 
 
 def _place(node: fx.Node, read: fx.Node, place: int) -> int:
-    """Return the dim of the result's tokens, of an operand with its tokens in ``place``: where a rule carries that dim,
-    or the same one."""
+    """Return the dim of the result's tokens, by an operand's: where a rule carries it, or the same one."""
     cuts = carried(node, {read: {V(place, shape_of(read)[place])}})
     return min((cut.dim for cut in cuts), default=min(place, len(shape_of(node)) - 1))
 

@@ -145,8 +145,7 @@ class Site:
     def option(
         self, out: Placement, given: Mapping[fx.Node, Placement], form: Form, *, attends: bool = False
     ) -> Option:
-        """Return an option with inputs outside of ``given`` as R: the replicated inputs of a sharded op have partial
-        gradients."""
+        """Inputs outside of ``given`` are R: the replicated inputs of a sharded op have partial gradients."""
         args = tuple(self.settle(n, given.get(n, R)) for n in self.inputs)
         return Option(args, self.settle(self.node, out), form, attends=attends)
 
@@ -255,8 +254,7 @@ def dims_of_factors(site: Site, role: Role) -> Iterator[Dims]:
 
 
 def _each_once(operands: Sequence[Any], dims: Iterable[int | None]) -> dict[fx.Node, int] | None:
-    """Return the dim of each operand that has one; None if a tensor stands in the call twice, and would be sharded in
-    two ways."""
+    """Return the dim of each operand that has one; None if a tensor stands there twice, cut in two ways."""
     found: dict[fx.Node, int | None] = {}
     if any(found.setdefault(node, dim) != dim for node, dim in zip(operands, dims, strict=True)):
         return None

@@ -114,25 +114,16 @@ def _strided(site: Site, x: fx.Node, dim: int, start: int, end: int, step: int) 
 def cat(site: Site) -> Iterator[Option]:
     dim, operands = dim_of_cat(site.node), list[fx.Node](site.args[0])
     yield from by_factors(site)
-    if len(set(operands)) == len(operands):
-        yield from _cat_along(site, operands, dim)
-    yield from _cat_wanted(site, operands, dim)
-
-
-def _cat_along(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """Yield each operand sharded along the dim of concatenation, if some cut of it is a candidate: the result's
-    segments are theirs in a row, even if readers want others."""
+    # each operand sharded along the dim, if some cut of it is a candidate: the result's segments are theirs in a row,
+    # even if readers want others
+    sizes, is_each_once = [site.shape(n)[dim] for n in operands], len(set(operands)) == len(operands)
     choices = [[c for c in site.candidates(n) if c.dim == dim and not c.padding] for n in operands]
-    wanted = any(choices) or any(c.dim == dim for c in site.candidates())
-    if wanted and all(c or site.divides(site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)):
-        cuts = [c[0] if c else V(dim, site.shape(n)[dim]) for c, n in zip(choices, operands, strict=True)]
+    wanted = is_each_once and (any(choices) or any(c.dim == dim for c in site.candidates()))
+    if wanted and all(c or site.divides(size) for c, size in zip(choices, sizes, strict=True)):
+        cuts = [c[0] if c else V(dim, size) for c, size in zip(choices, sizes, strict=True)]
         segments = tuple(s for c in cuts for s in c.segments)
         yield site.option(Placement("V", dim, segments), dict(zip(operands, cuts, strict=True)), Form.PARTS)
-
-
-def _cat_wanted(site: Site, operands: list[fx.Node], dim: int) -> Iterator[Option]:
-    """Yield a cut of the result for replicated operands: each is sharded as its own segments (concatenated biases)."""
-    sizes = [site.shape(n)[dim] for n in operands]
+    # a cut of the result for replicated operands: each is sharded as its own segments (concatenated biases)
     for cut in site.candidates():
         pieces = pieces_of(cut, sizes) if cut.dim == dim else None
         if pieces is not None and all(pieces[operands.index(n)] == p for n, p in zip(operands, pieces, strict=True)):

@@ -12,8 +12,6 @@ from passes.program.ops.own_backward import OwnBackward
 from passes.rules.own import own_rule
 from passes.rules.table import builder_of
 
-__all__ = ["Option", "Site", "has_rule", "options_of", "rule_of"]
-
 FAMILIES = (experts, layout, products, reduction)
 
 
