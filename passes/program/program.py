@@ -113,6 +113,7 @@ class Program:
     untrained: list[str] = field(default_factory=list)  # parameters that ask for a gradient and get none
     assumptions: list[Assumption] = field(default_factory=list)  # checks of values that must not raise
     skipped: frozenset[str] = frozenset()  # parameters that the forward does not read if data selects no rows
+    widens: bool = True  # whether a forward of more sequences made the same calls on wider tensors
 
     def node(self, name: str) -> fx.Node:
         found = self.__dict__.get("_nodes", {}).get(name)

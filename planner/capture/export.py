@@ -156,6 +156,7 @@ def _captured(asked: _Asked, mode: FakeTensorMode, exchange: Exchange) -> Progra
     refuse_unknown_values(program.graph.graph, program.constants, made.gradient)
     program.rewrites.extend(made.told)
     program.assumptions = [*made.assumptions, *checks]
+    program.widens = made.widens
     program.skipped = skipped & frozenset(program.parameters.values())
     return program
 

@@ -27,6 +27,7 @@ from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from passes.errors import PlanError, Where, first_line, message_of
+from passes.partition.batch.align_exports import wider
 from passes.program.program import Assumption
 from planner.capture.data_dependence import NUMBER_OF_DATA, not_captured
 from planner.capture.functional import drop_needless_writes
@@ -43,6 +44,7 @@ from planner.capture.selection.questions import OTHER_ANSWERS, Questions
 from planner.capture.user_lines import CallSites, loss_lines, name_sliced_modules
 from planner.progress import see_one
 
+_SEVERAL = 4  # sequences of the forward that is compared with one of a single sequence
 FORWARD_MUST_WORK = (
     "call the model's forward with one microbatch of these inputs: it must also work on tensors without values (no "
     "numpy, no lists of elements)"
@@ -61,6 +63,7 @@ class Traced:
     assumptions: list[Assumption] = field(default_factory=list)
     first: KeptExport | FirstExport | None = None
     gradient: Where | None = None  # the line of a gradient inside the forward
+    widens: bool = True  # whether a forward of more sequences made the same calls on wider tensors
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ def _attempted(forward: Forward, assumed: Assumptions, is_known: bool) -> Traced
             watch.refuse_draws()
             if not _are_alike(forward, watch, [FurtherCall(forward.mode), FurtherCall(forward.mode)]):
                 watch.call_again()
+            elif all(t.dim() and t.shape[0] == 1 for t in forward.kwargs.values()):
+                made.widens = _widens(forward, watch)
             if watch.is_unknown:
                 watch.settle(exported, lambda: _export(forward, watch, forward.questions(assumed)))
         for answer in OTHER_ANSWERS if asked.asked else ():
@@ -191,6 +196,15 @@ def _are_alike(forward: Forward, watch: ForwardWatch, calls: list[FurtherCall]) 
     if not are_alike and questions.were_answered:
         watch.forget_calls()
     return are_alike
+
+
+def _widens(forward: Forward, watch: ForwardWatch) -> bool:
+    """Return whether a forward of several sequences does to each what that of one does: a graph of one does not show
+    a cut to the first sequence, a literal 1 in place of the batch, or a branch on its size.
+    """
+    more = {name: fake(t, None, forward.mode) for name, t in wider(forward.kwargs, _SEVERAL).items()}
+    with forward.questions(Assumptions()).answered():
+        return watch.widens(CallRecorder(forward.model, more, forward.mode), more)
 
 
 def _resized(forward: Forward, earlier: Earlier, first: FirstExport, is_known: bool) -> Traced | None:

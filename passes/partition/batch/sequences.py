@@ -110,7 +110,7 @@ class OneSequence:
         if addresses(node):
             return crosses(node, held)
         if node.target in RESHAPES:
-            return any(not _seen_as(shape_of(read[0]), place, shape_of(node)) for place in self.places[read[0]])
+            return any(not seen_as(shape_of(read[0]), place, shape_of(node)) for place in self.places[read[0]])
         rule = None if node.target in JOINS else rule_of(node)
         if rule is not None and not is_pointwise(node.target) and self._is_unfactored(read, rule):
             return True
@@ -147,7 +147,7 @@ class OneSequence:
             if "unsqueezed" in node.meta:
                 new = node.meta["unsqueezed"]
                 return frozenset((dim + (dim >= new), behind) for dim, behind in self.places.get(read[0], ()))
-            found = (_seen_as(shape_of(read[0]), place, shape_of(node)) for place in self.places.get(read[0], ()))
+            found = (seen_as(shape_of(read[0]), place, shape_of(node)) for place in self.places.get(read[0], ()))
             return frozenset().union(*found)
         if node.target in JOINS:
             return frozenset().union(*(self.places.get(n, frozenset()) for n in read))
@@ -159,7 +159,7 @@ class OneSequence:
         return frozenset(found)
 
 
-def _seen_as(before: tuple[int, ...], place: tuple[int, int], after: tuple[int, ...]) -> Places:
+def seen_as(before: tuple[int, ...], place: tuple[int, int], after: tuple[int, ...]) -> Places:
     """Return the places of a reshape: a dim of its own if there is one, else in the dims beside it."""
     dim, behind = place
     rest = prod(before[dim + 1 :]) * behind

@@ -30,7 +30,7 @@ from torch import fx
 
 from passes.errors import PlanError
 from passes.partition.batch import mixing
-from passes.partition.batch.align_exports import lay_on
+from passes.partition.batch.align_exports import TwoCaptures, lay_on
 from passes.partition.batch.batch_typing import Typing, sums_rows
 from passes.partition.batch.orders import Orders
 from passes.partition.batch.sequences import Sequences
@@ -120,14 +120,15 @@ class _Rewriter:
         constants = Constants(self.program, of_shapes=True, max_elements=MAX_ELEMENTS)
         region = loss_region(self.program, self.on_batch)
         self.kinds, counts = kinds_by_form(self.program, self.on_batch, region)
-        second = None
-        if not is_certain(self.sequences, self.kinds, constants.nodes, region):
+        several = self.sequences
+        if not self.program.widens or not is_certain(self.sequences, self.kinds, constants.nodes, region):
             second = _captured(recapture, self._times())
             if second is None:
                 self._tell(self.terms.doubts, self.program.node(self.program.loss))
             else:
-                counts = self._by_two_captures(second, constants, region)
-        self._warn_of_places(Sequences(second[0]) if second is not None else self.sequences)
+                several = Sequences(second[0])
+                counts = self._by_two_captures(several, second[1], constants, region)
+        self._warn_of_places(several)
         for node in counts:
             self.kinds[self.counts.globalise(node, self._by_op(node))] = whole
 
@@ -139,10 +140,10 @@ class _Rewriter:
         return min(self.total, max(2, LOOPED // size)) if loops else self.total
 
     def _by_two_captures(
-        self, second: tuple[Program, int], constants: Constants, region: set[fx.Node]
+        self, several: Sequences, times: int, constants: Constants, region: set[fx.Node]
     ) -> list[fx.Node]:
         """Return the kinds, with numbers and constants corrected; the counts."""
-        program, times = second
+        program = several.program
         others = Constants(program, of_shapes=True, max_elements=MAX_ELEMENTS)
         captures = lay_on(self.graph, program.graph.graph, constants.nodes | others.nodes, times)
         scaling = Scaling(captures, constants, others, self.total)
@@ -152,6 +153,8 @@ class _Rewriter:
         self.growing = {n for n in captures.more if n.target is aten.add.Tensor and not n.meta["val"].dim()}
         self.totals = {n for n in self.graph.nodes if sums_rows(n, captures)}
         self._warn_of_mixing(typing)
+        if not (captures.joins or captures.more or captures.taken):
+            self._warn_of_unmatched(several, captures)
         for node in scaling.unknown:
             self._tell(self.terms.doubts, node)
         self.kinds |= {new: self.kinds[node] for node, new in corrected(scaling)}
@@ -164,6 +167,14 @@ class _Rewriter:
         for node in (n for n in inner if not mixing.is_own_loss(n, tail) and n not in typing.counts):
             along = mixing.mixes(node, typing.captures.changed, typing.captures.others.get(node))
             if (along and not typing.takes_apart(node)) or node in typing.joins.apart:
+                self._tell(self.terms.mixed, node)
+
+    def _warn_of_unmatched(self, several: Sequences, captures: TwoCaptures) -> None:
+        """Warn of ops that mix the sequences of the second capture and are not in the first: there a reshape to one
+        sequence, for one, changed nothing."""
+        matched, flow = set(captures.others.values()), mixing.dims_of(several.runs)
+        for node in several.computed_along(loss_region(several.program, several.on_batch)):
+            if node not in matched and mixing.mixes(node, flow.get):
                 self._tell(self.terms.mixed, node)
 
     def _warn_of_places(self, several: Sequences) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain, repeat
 from types import FrameType
 from typing import Any
@@ -27,12 +28,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.errors import Where
+from passes.partition.batch.sequences import seen_as
 from passes.program.source_lines import users_frame, where_of_frame
 from planner.capture.model.exchange import storage_of, tensors_in
 from planner.capture.python.draws import ASKS
 
 _MOST_VALUES = 1 << 20
+_RESHAPES = {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel"}
+_SIZED = _RESHAPES | {
+    "expand",
+    "broadcast_to",
+    "repeat",
+    "tile",
+    "narrow",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+}  # their numbers are sizes
 _QUIET = {"__get__", "size", "dim", "is_floating_point", "stride", "numel", "__len__", "get_device", "is_contiguous"}
+
+
+Shape = tuple[int, ...]
 
 
 def _where(site: Any) -> Where:
@@ -90,21 +106,59 @@ class Keys:
                 memory = storage_of(tensor)
                 before = self._content[memory][0] if memory in self._content else ""
                 self._content[memory] = (_hashed(f"{before}!{key}"), tensor)
-        for i, tensor in enumerate(_tensors(result)):
+        for i, tensor in enumerate(tensors_with_memory(result)):
             memory = storage_of(tensor)
             if memory not in own:
                 self._content[memory] = (_hashed(f"{key}#{i}"), tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A called function, the shapes of its operands and results, and the numbers among its arguments."""
+
+    name: str
+    read: tuple[Shape, ...]
+    made: tuple[Shape, ...]
+    numbers: tuple[float, ...]
+
+    @staticmethod
+    def of(name: str, given: Any, read: Iterable[Tensor], made: Iterable[Tensor]) -> Sizes:
+        numbers = tuple(x for x in pytree.tree_leaves(given) if type(x) in (int, float))
+        return Sizes(name, tuple(tuple(t.shape) for t in read), tuple(tuple(t.shape) for t in made), numbers)
+
+    @property
+    def _ranks(self) -> tuple[list[int], list[int]]:
+        return list(map(len, self.read)), list(map(len, self.made))
+
+    def widens(self, more: Sizes) -> bool:
+        """Return whether the graph of one sequence shows how the call ``more`` of several treats them. It does not show
+
+        a cut ``x[:, :1]`` of all of a dim of size 1, a reshape with a literal 1, a number that is the size of the batch
+        """
+        if (self.name, self._ranks) != (more.name, more._ranks):
+            return False
+        if self.name not in _SIZED and self.numbers != more.numbers and set(self.made) <= set(self.read):
+            return False
+        for before, wider in zip(self.read, more.read, strict=True):
+            for after, wide in zip(self.made, more.made, strict=True):
+                grown, found = _grown(before, wider), _grown(after, wide)
+                is_cut = len(before) == len(after) and any(before[d] == after[d] for d in grown - found)
+                if is_cut or (self.name in _RESHAPES and found - _followed(before, grown, after)):
+                    return False
+        return True
+
+
 class ForwardCall(TorchFunctionMode):
-    """One call of a forward, recorded while it is active: its ``steps`` (key of each called function, its line), and
-    the keys of its ``outputs``.
+    """One call of a forward, recorded while it is active: its ``steps`` (key of each called function, its line), the
+    keys of its ``outputs``, and the ``sizes`` of functions of values made of ``batch``.
     """
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, batch: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.steps: list[tuple[str, FrameType | tuple[Any, int] | None]] = []
+        self.sizes: list[Sizes] = []
         self.outputs: list[str] | None = None
+        self._on_batch = {storage_of(t) for t in batch}
         self._keys, self._dispatch_modes = keys, torch._C._len_torch_dispatch_stack()
 
     def first_other(self, earlier: ForwardCall) -> Where:
@@ -121,7 +175,7 @@ class ForwardCall(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # other modes need not see these reads
             key = _hashed(f"{name}{self._keys.of(args)}{self._keys.of(kwargs)}")
-            given = _tensors((args, kwargs))
+            given = tensors_with_memory((args, kwargs))
             versions = [t._version for t in given]
         if name in ASKS:
             result = self._keys.answered((key, name), lambda: func(*args, **kwargs))
@@ -130,10 +184,30 @@ class ForwardCall(TorchFunctionMode):
         self.steps.append((key, users_frame()))
         with torch._C.DisableTorchFunction():
             self._keys.note(key, given, versions, result)
+            if not self._on_batch.isdisjoint(map(storage_of, given)):
+                made = tensors_with_memory(result)
+                self._on_batch.update(map(storage_of, made))  # the keys keep this memory
+                self.sizes.append(Sizes.of(name, (args, kwargs), given, made))
         return result
 
+    def widens(self, one: ForwardCall) -> bool:
+        """Return whether this call, of more sequences, did to each what ``one`` did to one sequence: it called the same
+        functions, and what they do along the batch shows in the graph of ``one`` too.
+        """
+        return len(self.sizes) == len(one.sizes) and all(map(Sizes.widens, one.sizes, self.sizes))
+
     def end(self, output: Any) -> None:
-        self.outputs = [self._keys.of(t) for t in _tensors(output)]
+        self.outputs = [self._keys.of(t) for t in tensors_with_memory(output)]
+
+
+def _grown(one: Shape, more: Shape) -> set[int]:
+    return {d for d, (a, b) in enumerate(zip(one, more, strict=True)) if a != b}
+
+
+def _followed(before: Shape, dims: Iterable[int], after: Shape) -> set[int]:
+    """Return the dims in which a reshape of one sequence shows sequences that are a dim, or the outer part of one."""
+    places = [(d, behind) for d in dims for behind in (1, before[d])]
+    return {dim for place in places for dim, _ in seen_as(before, place, after)}
 
 
 def _gives_tensor(func: Any) -> bool:
@@ -142,7 +216,7 @@ def _gives_tensor(func: Any) -> bool:
     return getattr(owner, "__name__", "") in ("T", "mT", "H", "mH", "real", "imag", "data")
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_with_memory(value: Any) -> list[Tensor]:
     return list(filter(_has_memory, tensors_in(value)))
 
 

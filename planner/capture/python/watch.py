@@ -23,7 +23,7 @@ from planner.capture.graphs_equal import first_difference, fixed_tensors
 from planner.capture.model.exchange import Exchange, fake, tensors_in
 from planner.capture.model.held_tensors import ForeignTensors
 from planner.capture.outputs import plain_structure
-from planner.capture.python.calls import ForwardCall, Keys
+from planner.capture.python.calls import ForwardCall, Keys, tensors_with_memory
 from planner.capture.python.draws import FIX as DRAW_FIX
 from planner.capture.python.draws import CertainDraws, PythonDraws
 from planner.capture.python.modules import CachedFunctions, refuse_frozen
@@ -97,7 +97,7 @@ class ForwardWatch:
         if not self._records:
             return call()
         self._keys.begin(self._model, args, kwargs)
-        with ForwardCall(self._keys) as recorded:
+        with ForwardCall(self._keys, tensors_with_memory((args, kwargs))) as recorded:
             output = call()
             recorded.end(output)
         self._calls.append(recorded)
@@ -125,6 +125,12 @@ class ForwardWatch:
         self._records = False
         return True
 
+    def widens(self, call: FurtherCall, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether ``call`` with ``kwargs``, of more sequences, does to them what the last call did to one."""
+        with installed((self, "_keys", Keys()), (self, "_records", True)):
+            self._run(call, kwargs)
+        return call.has_ended and self._calls.pop().widens(self._calls[-1])
+
     def forget_calls(self) -> None:
         """Forget all calls but the first."""
         del self._calls[1:]
@@ -134,9 +140,9 @@ class ForwardWatch:
         self._records = False
         self._run(call)
 
-    def _run(self, call: FurtherCall) -> None:
+    def _run(self, call: FurtherCall, kwargs: Mapping[str, Any] | None = None) -> None:
         with suppress(Exception), CertainDraws(self.check), call.running() as end:
-            end(self._model(**self._kwargs))
+            end(self._model(**(self._kwargs if kwargs is None else kwargs)))
 
     @property
     def left_nothing(self) -> bool:
